@@ -111,10 +111,9 @@ class KVCacheGroupSpec:
 class KVCacheConfig:
     """Decided once, at start, by the composition root; worker and engine read the same object.
 
-    All groups draw blocks from one pool of `num_blocks` ids: block `b` of group g is a page of every layer in g. The
-    layers of different groups do not share memory pages unless their sizes are equal, so the pool's memory is
-    `num_blocks * block_size * max(bytes_per_token)` rounded up by the allocator. Block 0 is never handed out: it is the
-    null block that stands for positions a sliding window has left behind.
+    All groups draw block ids from one pool. The j-th layer of every group lives in buffer j, so a block costs
+    `block_size * sum_j(max over groups of the j-th layer's bytes per token)` whichever group holds it. Block 0 is never
+    handed out: it is the null block that stands for positions a sliding window has left behind.
     """
 
     block_size: int
