@@ -1,0 +1,121 @@
+"""The words between the engine and its workers: a step's plan goes down, a step's output comes back.
+
+Plain data (ints, lists, strings, numpy), so that a plan can cross a process boundary. A *row* is a place in the worker's
+request table: a request keeps its row from `OpenRow` until it is closed; the scheduler owns the numbering. Rows closed
+by a plan are free before the same plan opens rows. All plans are executed in the order of `step_id`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from trimtab.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class OpenRow:
+    """A request takes a row. Sent once per residence; again, with all tokens known so far, after a preemption."""
+
+    row: int
+    request_id: str
+    token_ids: list[int]  # prompt, then what was generated before a preemption
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int  # resolved: the request's own seed or one drawn from the engine's
+    stop_token_ids: list[int]  # every id that ends the request (EOS included): masked while min_tokens is not reached
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """`num_tokens` tokens of one row, from position `start`. `samples`: the last of them is followed by a new token,
+    which the worker writes to position `start + num_tokens` of the row, so that the next plan can name it before the
+    engine has seen it."""
+
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+    new_block_ids: tuple[list[int], ...]  # per KV cache group: block ids appended to the row's block table
+
+
+@dataclass(slots=True)
+class StepPlan:
+    step_id: int
+    close_rows: list[int] = field(default_factory=list)
+    open_rows: list[OpenRow] = field(default_factory=list)
+    scheduled: list[ScheduledRow] = field(default_factory=list)
+    commands: list[Any] = field(default_factory=list)  # the balancer's, executed before the forward
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.scheduled)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Candidates of one position: ids, log-probabilities and the chosen token's rank. Entry 0 is the chosen token."""
+
+    token_ids: np.ndarray  # int64 [1 + k]
+    logprobs: np.ndarray  # float32 [1 + k]
+    rank: int  # 1 = most likely
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step gave. `token_ids[row]` exists for each scheduled row with `samples`, unless it is in `failures`."""
+
+    step_id: int
+    token_ids: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    # row -> one entry per scheduled prompt position p in [start, start + num_tokens): the log-probability of prompt
+    # token p + 1 given the tokens up to p (positions whose next token is not a prompt token are left out)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)  # row -> reason; the request fails, the others go on
+    routed_experts: Any = None
+    reports: list[Any] = field(default_factory=list)  # the balancer's
+
+
+class PendingStep(Protocol):
+    """A step in flight. `get` waits for its result; called exactly once, in launch order."""
+
+    def get(self) -> StepOutput: ...
+
+
+class Executor(Protocol):
+    """Runs step plans on the worker(s).
+
+    1. `execute(plan)` launches the step and returns at once where the device allows it.
+    2. `PendingStep.get()` gives the output, in launch order; it raises what the step raised.
+    3. `shutdown()` ends everything that was started; safe to call twice.
+    """
+
+    def execute(self, plan: StepPlan) -> PendingStep: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroupSpec:
+    """Layers that share one block table. `window` None: full attention (MLA counts as such); else a sliding window of
+    that many tokens, query position included."""
+
+    layer_ids: tuple[int, ...]
+    window: int | None
+    bytes_per_token: int  # over all layers of the group
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """Decided once, at start, by the composition root; worker and engine read the same object.
+
+    All groups draw block ids from one pool. The j-th layer of every group lives in buffer j, so a block costs
+    `block_size * sum_j(max over groups of the j-th layer's bytes per token)` whichever group holds it. Block 0 is never
+    handed out: it is the null block that stands for positions a sliding window has left behind.
+    """
+
+    block_size: int
+    num_blocks: int
+    groups: tuple[KVCacheGroupSpec, ...]
