@@ -1,0 +1,106 @@
+"""Everything a user can set about an engine, by the names vLLM users know. Each room gets its own part, never the whole."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODEL_RUNNERS = ("v2", "v1")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+def parse_bytes(name: str, value: int | float | str) -> int:
+    """Bytes from a number or from text such as "512MiB" or "2GB"."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value.lower())
+        if match is None:
+            raise ValueError(f"{name} ({value!r}) must be a number of bytes; write it as 536870912, 512MiB or 2GB")
+        value = float(match[1]) * _UNITS[match[2] or ""]
+    if isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{name} ({value!r}) must be above 0 bytes; try 1GiB")
+    return int(value)
+
+
+def _check_integer(name: str, value: Any, low: int, high: int, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} ({value!r}) must be an integer in [{low}, {high}]; {remedy}")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} ({value!r}) must be one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine's configuration. Raises `ValueError` naming the field, its value, the range and a remedy."""
+
+    model: str = _option("demo", "a folder with a Hugging Face MoE checkpoint (safetensors), or 'demo'")
+    dtype: str = _option("auto", "weights and activations: auto (as in the checkpoint), float32, bfloat16, float16")
+    max_model_len: int | None = _option(None, "longest prompt plus output; default: the model's, or what the KV cache holds")
+    max_num_seqs: int = _option(128, "requests that run at the same time")
+    max_num_batched_tokens: int = _option(2048, "tokens computed per step; longer prompts are computed in chunks")
+    block_size: int = _option(32, "tokens per KV cache block")
+    enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prompt beginnings")
+    kv_cache_memory_bytes: int | str | None = _option(None, "memory for the KV cache, e.g. 2GiB; default: from what is free")
+    seed: int = _option(0, "seed of requests that bring none of their own")
+    model_runner: str = _option("v2", "v2, or v1: the small synchronous reference runner")
+    async_depth: int | None = _option(
+        None, "steps in flight, 1 or 2; default: 2 where the device works on its own, 1 on the CPU"
+    )
+    num_threads: int | None = _option(None, "threads to compute with; default: the cores this process may use")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model ({self.model!r}) must name a checkpoint folder; 'demo' is a small one to start with")
+        _check_choice("dtype", self.dtype, DTYPES)
+        if self.max_model_len is not None:
+            _check_integer("max_model_len", self.max_model_len, 2, 2**24, "leave it out to take the model's")
+        _check_integer("max_num_seqs", self.max_num_seqs, 1, 2**16, "128 is a good start")
+        _check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20, "2048 is a good start")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), for a step gives every running request a token; "
+                f"try {max(self.max_num_seqs, 512)}"
+            )
+        _check_integer("block_size", self.block_size, 1, 4096, "32 is a good start")
+        if self.kv_cache_memory_bytes is not None:
+            object.__setattr__(
+                self, "kv_cache_memory_bytes", parse_bytes("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
+            )
+        _check_integer("seed", self.seed, 0, 2**63 - 1, "0 is the default")
+        _check_choice("model_runner", self.model_runner, MODEL_RUNNERS)
+        if self.async_depth is not None:
+            _check_integer("async_depth", self.async_depth, 1, 2, "leave it out to let the device decide")
+        if self.model_runner == "v1" and self.async_depth == 2:
+            raise ValueError("async_depth (2) needs model_runner 'v2'; the reference runner 'v1' is synchronous")
+        if self.num_threads is not None:
+            _check_integer("num_threads", self.num_threads, 1, 4096, "leave it out to use the cores this process may use")
+
+    def with_changes(self, **changes: Any) -> EngineConfig:
+        return replace(self, **changes)
+
+
+def engine_options() -> dict[str, tuple[Any, str]]:
+    """Option name -> (default, one line of help), in declaration order; the command line is made from this."""
+    return {option.name: (option.default, option.metadata["help"]) for option in fields(EngineConfig)}
+
+
+def config_from_options(options: dict[str, Any]) -> EngineConfig:
+    """An `EngineConfig` from keyword arguments. An unknown name is an error that lists near ones."""
+    known = engine_options()
+    for name in options:
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"{name} is not an engine option; {hint}")
+    return EngineConfig(**options)
