@@ -1,0 +1,49 @@
+"""Where the chosen experts of a step are seen: before they become slots, in logical ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Capture(Protocol):
+    """Sees each layer's expert ids [T, K] once per forward, in the order of the batch's tokens; -1 is padding."""
+
+    def record(self, ordinal: int, expert_ids: Tensor) -> None: ...
+
+
+class NoCapture:
+    """Capture that is off."""
+
+    def record(self, ordinal: int, expert_ids: Tensor) -> None:
+        return None
+
+
+class ExpertUsage:
+    """Counts tokens per [layer, expert] on the host while attached: for pictures and tests."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.counts = torch.zeros(num_layers, num_experts, dtype=torch.int64)
+
+    def record(self, ordinal: int, expert_ids: Tensor) -> None:
+        ids = expert_ids.reshape(-1)
+        self.counts[ordinal] += torch.bincount(ids[ids >= 0], minlength=self.counts.shape[1])
+
+    def reset(self) -> None:
+        self.counts.zero_()
+
+    def attach(self, layers: Sequence[HasCapture]) -> None:
+        """From now on these layers are counted."""
+        for layer in layers:
+            layer.capture = self
+
+    def detach(self, layers: Sequence[HasCapture]) -> None:
+        for layer in layers:
+            layer.capture = NoCapture()
+
+
+class HasCapture(Protocol):
+    capture: Capture

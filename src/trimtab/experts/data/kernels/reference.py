@@ -1,0 +1,54 @@
+"""The mathematics of an expert layer in plain torch: what every kernel must equal."""
+
+# T tokens  K top-k  H hidden size
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors
+
+
+class ReferenceExpertKernel:
+    """Computes each slot's rows in fp32 from weights stored in `dtype`. Slow and obvious; not for serving."""
+
+    name = "reference"
+
+    def __init__(self, shape: ExpertShape, num_slots: int, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.num_slots = num_slots
+        self.dtype = dtype
+        self.slot_bytes = shape.num_parameters * dtype.itemsize
+        self._slots: list[ExpertTensors | None] = [None] * num_slots
+
+    def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
+        tensors.check(self.shape)
+        self._slots[slot] = ExpertTensors(
+            **{name: tensor.to(self.dtype, copy=True) for name, tensor in tensors.tensors().items()}
+        )
+
+    def read_slot(self, slot: int) -> ExpertTensors:
+        tensors = self._slots[slot]
+        assert tensors is not None, f"slot {slot} was never loaded"
+        return tensors
+
+    def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
+        # The intermediate is rounded to hidden's dtype where a kernel of that dtype must store it.
+        out = torch.zeros(hidden.shape, dtype=torch.float32)
+        for k in range(slot_ids.shape[1]):
+            for slot in slot_ids[:, k].unique().tolist():
+                if slot < 0:
+                    continue
+                rows = (slot_ids[:, k] == slot).nonzero().squeeze(1)
+                expert = self.read_slot(slot)
+                pre = _linear(hidden[rows], expert.gate_up, expert.gate_up_bias)
+                act = self.shape.activation.function(pre).to(hidden.dtype)
+                down = _linear(act, expert.down, expert.down_bias)
+                out[rows] += gate_weights[rows, k, None].float() * down
+        return out.to(hidden.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())

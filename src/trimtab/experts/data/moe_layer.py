@@ -1,0 +1,54 @@
+"""One MoE layer after its router has chosen: the data room's story, the same in every worker."""
+
+# T tokens  K top-k  H hidden size
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trimtab.experts.data.capture import Capture, NoCapture
+from trimtab.experts.data.dispatch.base import Dispatcher
+from trimtab.experts.data.dispatch.local import LocalDispatcher
+from trimtab.experts.data.kernels.base import ExpertKernel
+from trimtab.experts.data.load_recorder import LoadRecorder, NoLoadRecorder
+from trimtab.experts.data.routing_table import RoutingTable
+from trimtab.experts.formats.base import ExpertShape
+
+
+class MoELayer:
+    """Experts of one layer: `ordinal` counts MoE layers from 0, `layer_id` is the decoder layer it sits in."""
+
+    def __init__(
+        self,
+        ordinal: int,
+        layer_id: int,
+        num_experts: int,
+        top_k: int,
+        shape: ExpertShape,
+        kernel: ExpertKernel,
+        routing_table: RoutingTable,
+        dispatcher: Dispatcher | None = None,
+        capture: Capture | None = None,
+        load_recorder: LoadRecorder | None = None,
+    ) -> None:
+        self.ordinal = ordinal
+        self.layer_id = layer_id
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.shape = shape
+        self.kernel = kernel
+        self.routing_table = routing_table
+        self.dispatcher = dispatcher or LocalDispatcher()
+        self.capture = capture or NoCapture()
+        self.load_recorder = load_recorder or NoLoadRecorder()
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, gate_weights: Tensor) -> Tensor:
+        """hidden [T, H], expert_ids [T, K] int64, gate_weights [T, K] -> [T, H]; ids of -1 contribute nothing (B20)."""
+        self.capture.record(self.ordinal, expert_ids)
+        slot_ids = self.routing_table.look_up(expert_ids)
+        self.load_recorder.record(self.ordinal, slot_ids)
+        rows, row_slots, row_weights = self.dispatcher.dispatch(hidden, slot_ids, gate_weights)
+        partial = self.kernel(rows, row_slots, row_weights)
+        return self.dispatcher.combine(partial)
+
+    __call__ = forward
