@@ -1,0 +1,5 @@
+"""`python -m trimtab` is the `trimtab` command."""
+
+from trimtab.cli.main import main
+
+main()
