@@ -20,7 +20,7 @@ def save_figure(counts: Counts, path: Path, *, model: str) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": _INK, "axes.labelcolor": _INK}
+    style: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": _INK, "axes.labelcolor": _INK}
     with plt.rc_context({**style, "xtick.color": _FAINT, "ytick.color": _FAINT}):
         figure = _draw(plt, counts, model)
         path.parent.mkdir(parents=True, exist_ok=True)

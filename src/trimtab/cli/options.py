@@ -51,7 +51,7 @@ ENGINE_GROUP = Group("Engine", sort_key=20)
 def _on_the_command_line(hint: Any) -> Any:
     """`hint` with dict keys as text: every key arrives as text, the record converts and checks it."""
     if get_origin(hint) is dict:
-        return dict[str, get_args(hint)[1]]  # type: ignore[valid-type]
+        return dict.__class_getitem__((str, get_args(hint)[1]))
     if get_origin(hint) in (Union, types.UnionType):
         return Union[tuple(_on_the_command_line(part) for part in get_args(hint))]  # noqa: UP007
     return hint
@@ -73,12 +73,12 @@ def _options_class(record: type, helps: dict[str, str], group: Group, leave_out:
         if option.name in leave_out:
             continue
         default = option.default if option.default is not MISSING else None
-        hint = Union[_on_the_command_line(hints[option.name]), None]  # noqa: UP007
+        hint: Any = _on_the_command_line(hints[option.name])
         # A switch that is off needs no second spelling to say so; --flag false works for all.
         negative = "" if default is False else None
         text = helps[option.name] + _default_text(option.name, default)
         parameter = Parameter(help=text, group=group, negative_bool=negative)
-        columns.append((option.name, Annotated[hint, parameter], field(default=None)))
+        columns.append((option.name, Annotated[hint | None, parameter], field(default=None)))
     made = make_dataclass(f"{record.__name__}Options", columns, kw_only=True)
     made.__module__ = __name__  # cyclopts takes classes of standard library modules for plain values
     return made

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Counts = dict[str, np.ndarray]  # kind of text -> [L, E] tokens routed
 
-# From "never" to "all": dark blue over teal to yellow; light steps are even to the eye, also in grey and to the colour-blind.
+# Dark blue over teal to yellow: even steps of lightness, so that it reads in grey and to the colour-blind too.
 _RAMP = ((13, 17, 43), (41, 48, 122), (35, 105, 145), (37, 160, 134), (142, 207, 79), (253, 231, 76))
 _SHADES = " ·░▒▓█"
 _MAX_TERMINAL_EXPERTS = 64

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# What long work reports: (done, total, what it is at). Called on: the thread that works.
-Progress = Callable[[int, int, str], None]
+# What long work reports: (stage, done, total). Called on: the thread that works.
+Progress = Callable[[str, int, int], None]
 
 
-def no_progress(done: int, total: int, what: str) -> None:
+def no_progress(stage: str, done: int, total: int) -> None:
     """Reports nothing: the null object."""
 
 
@@ -32,11 +32,11 @@ def progress_bar(title: str, *, shown: bool | None = None) -> Iterator[Progress]
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    detail = TextColumn("[dim]{task.fields[what]}")
+    detail = TextColumn("[dim]{task.fields[stage]}")
     with Bars(*columns, detail, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(title, total=None, what="")
+        task = bars.add_task(title, total=None, stage="")
 
-        def report(done: int, total: int, what: str) -> None:
-            bars.update(task, completed=done, total=total, what=what)
+        def report(stage: str, done: int, total: int) -> None:
+            bars.update(task, completed=done, total=total, stage=stage)
 
         yield report
