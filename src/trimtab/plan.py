@@ -26,6 +26,7 @@ class OpenRow:
     sampling: SamplingParams
     seed: int  # resolved: the request's own seed or one drawn from the engine's
     stop_token_ids: list[int]  # every id that ends the request (EOS included): masked while min_tokens is not reached
+    bad_word_token_ids: list[list[int]] = field(default_factory=list)  # token sequences never to complete
 
 
 @dataclass(slots=True)

@@ -1,0 +1,236 @@
+"""The engine: requests in, steps planned and launched, outputs out."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from trimtab.engine.admission import RequestLimits
+from trimtab.engine.completion import Completion, UserRequest
+from trimtab.engine.config import CacheConfig, SchedulerConfig
+from trimtab.engine.detokenizer import Tokenizer
+from trimtab.engine.kv_cache import KVCacheAllocator
+from trimtab.engine.request import Request, spawn
+from trimtab.engine.scheduler import Progress, Scheduler
+from trimtab.engine.stop import bad_word_token_ids
+from trimtab.outputs import RequestMetrics, RequestOutput
+from trimtab.plan import Executor, KVCacheConfig, PendingStep, StepPlan
+from trimtab.sampling_params import SamplingParams
+
+
+class EngineDeadError(RuntimeError):
+    """The engine met a fault that no request is to blame for, and takes no more work. `__cause__` is that fault."""
+
+
+class Balancer(Protocol):
+    """The controller's side of expert balancing, as the engine sees it."""
+
+    def commands(self) -> list[Any]: ...
+
+    def on_reports(self, reports: list[Any]) -> None: ...
+
+
+class NoBalancer:
+    """Experts stay where they are."""
+
+    def commands(self) -> list[Any]:
+        return []
+
+    def on_reports(self, reports: list[Any]) -> None:
+        pass
+
+
+class Engine:
+    """Runs requests to their ends, many per step.
+
+    1. `add_request` checks and queues; a request that cannot run raises ValueError and harms no other.
+    2. `step` while `has_unfinished`: each call takes one step's tokens and returns the requests they moved.
+    3. `abort` ends a request early; its last output comes with the next `step`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        kv_cache: KVCacheConfig,
+        scheduler: SchedulerConfig,
+        *,
+        vocab_size: int,
+        cache: CacheConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        weights_version: str = "",
+        balancer: Balancer | None = None,
+    ) -> None:
+        cache = cache or CacheConfig(block_size=kv_cache.block_size)
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.limits = RequestLimits(scheduler, kv_cache, vocab_size)
+        self.async_depth = scheduler.async_depth
+        self.allocator = KVCacheAllocator(
+            kv_cache,
+            max_step_tokens=scheduler.max_num_batched_tokens,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            weights_version=weights_version,
+        )
+        self.scheduler = Scheduler(scheduler, self.allocator)
+        self.balancer = balancer or NoBalancer()
+        self.in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._eos_token_ids = eos_token_ids
+        self._seeds = random.Random(seed)
+        self._requests: dict[str, UserRequest] = {}
+        self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
+        self._aborted: list[RequestOutput] = []  # for the next step to hand out
+        self._cause: BaseException | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to give."""
+        return bool(self._requests or self._aborted)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Keeps `async_depth` steps in flight, takes the oldest one's output and returns the requests it moved."""
+        self._check_alive()
+        try:
+            while len(self.in_flight) < self.async_depth and (plan := self.scheduler.schedule()):
+                plan.commands = self.balancer.commands()
+                self.in_flight.append((plan, self.executor.execute(plan)))
+            if not self.in_flight:
+                assert not self._requests, "unfinished requests, none in flight and none that can be scheduled"
+                return self._take_aborted()
+            plan, pending = self.in_flight.popleft()
+            output = pending.get()
+            self.balancer.on_reports(output.reports)
+            return self._take_aborted() + self._emit(self.scheduler.advance(plan, output))
+        except Exception as cause:
+            return self._die(cause)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        prompt_text: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a prompt: text (needs a tokenizer) or token ids, whose text may be given for the record.
+
+        Raises ValueError for what cannot run; other requests are not touched.
+        """
+        self._check_alive()
+        if request_id in self._requests:
+            raise ValueError(f"request_id ({request_id!r}) names a request that is still running; give another")
+        sampling = sampling or SamplingParams()
+        text = prompt if isinstance(prompt, str) else prompt_text
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_token_ids = self.limits.check(request_id, token_ids, sampling)
+        if sampling.bad_words and self.tokenizer is None:
+            raise ValueError(f"bad_words ({sampling.bad_words!r}) need a tokenizer; this engine has none")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop ({sampling.stop!r}) needs a tokenizer; this engine has none, use stop_token_ids")
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
+            bad_word_token_ids=bad_word_token_ids(sampling.bad_words, self.tokenizer) if self.tokenizer else [],
+            cache_salt=cache_salt,
+            max_total_tokens=self.limits.max_total_tokens(len(prompt_token_ids), sampling),
+        )
+        self._queue(request, text)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with finish_reason "abort". Ids that are unknown or finished already are no error (B119)."""
+        user_request = self._requests.get(request_id)
+        if user_request is None or self._cause is not None:
+            return
+        for completion in user_request.completions:
+            self._finish(completion, "abort")
+        self._aborted.append(self._collect(user_request))
+
+    def reset_prefix_cache(self, weights_version: str | None = None) -> None:
+        """Forgets all cached prefixes; new weights bring their `weights_version`."""
+        self.allocator.reset_prefix_cache(weights_version)
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+    # -- requests in ---------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: str) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"prompt ({prompt[:40]!r}) is text and this engine has no tokenizer; give token ids")
+        return self.tokenizer.encode(prompt) if prompt else []
+
+    def _queue(self, request: Request, text: str | None) -> None:
+        tokenizer = self.tokenizer if request.sampling.detokenize else None
+        completions = [Completion(sequence, tokenizer) for sequence in spawn(request)]
+        metrics = RequestMetrics(arrival_s=time.monotonic())
+        user_request = UserRequest(request.request_id, text, request.prompt_token_ids, completions, metrics)
+        self._requests[request.request_id] = user_request
+        for completion in completions:
+            self._completions[completion.request] = (user_request, completion)
+            self.scheduler.add(completion.request)
+
+    # -- outputs out ---------------------------------------------------------------------------------------------------
+
+    def _emit(self, progress: list[Progress]) -> list[RequestOutput]:
+        moved: dict[str, UserRequest] = {}
+        for part in progress:
+            user_request, completion = self._completions[part.request]
+            if (stop_string := completion.take(part)) is not None:
+                self._stop_at(completion, stop_string)
+            if part.token_id is not None:
+                user_request.note_token()
+            if part.token_id is not None or part.request.finished:
+                moved[user_request.request_id] = user_request
+        return [self._collect(user_request) for user_request in moved.values()]
+
+    def _stop_at(self, completion: Completion, stop_string: str) -> None:
+        if completion.request.finished:  # it also met its length: the text ends at the stop string all the same
+            completion.request.finish("stop", stop_reason=stop_string)
+        else:
+            self.scheduler.finish(completion.request, "stop", stop_reason=stop_string)
+
+    def _finish(self, completion: Completion, reason: str, error: str | None = None) -> None:
+        if not completion.request.finished:
+            completion.close()
+            self.scheduler.finish(completion.request, reason, error=error)
+
+    def _collect(self, user_request: UserRequest) -> RequestOutput:
+        """The request's output; a finished request is forgotten with it."""
+        if user_request.finished:
+            del self._requests[user_request.request_id]
+            for completion in user_request.completions:
+                del self._completions[completion.request]
+        return user_request.output()
+
+    def _take_aborted(self) -> list[RequestOutput]:
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._cause is not None:
+            raise EngineDeadError(f"the engine stopped: {self._cause!r}; build a new one") from self._cause
+
+    def _die(self, cause: Exception) -> list[RequestOutput]:
+        """Fails every unfinished request. What steps in flight would still bring is not waited for."""
+        self._cause = cause
+        self.in_flight.clear()
+        outputs = self._take_aborted()
+        for user_request in list(self._requests.values()):
+            for completion in user_request.completions:
+                self._finish(completion, "error", error=f"the engine stopped: {cause!r}")
+            outputs.append(self._collect(user_request))
+        return outputs
