@@ -1,0 +1,29 @@
+"""From the name a person types to a model folder. Only local folders and the built-in demo model: no network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve_model(name: str | Path, progress: Callable[..., None] | None = None) -> Path:
+    """The folder of `name`; "demo" is built and cached on first use. Raises ValueError with the remedy."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if str(name) == DEMO:
+        from trimtab.models.demo import ensure_demo
+
+        return ensure_demo(progress=progress)
+    if path.is_file():
+        raise ValueError(f"model ({name}) is a file; name the folder that holds it and its config.json")
+    if _HUB_ID.fullmatch(str(name)):
+        raise ValueError(
+            f"model ({name}) is not a local folder. It looks like a Hugging Face id, but only local folders are read: "
+            f"run `hf download {name} --local-dir {path.name}` and pass {path.name}"
+        )
+    raise ValueError(f"model ({name}) does not exist; pass a folder with config.json and safetensors, or {DEMO!r}")

@@ -1,0 +1,115 @@
+"""What a model folder holds and asks for, learnt without reading a weight: the answer of every start-up question."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from trimtab.models import network as networks
+from trimtab.models import probe
+from trimtab.models.checkpoint import Checkpoint
+from trimtab.models.errors import CheckpointError, UnsupportedModelError
+from trimtab.models.network import build_network, parameter_dtypes, read_config
+from trimtab.models.probe import AttentionSpec, MoESpec, probe_network
+from trimtab.models.weight_map import map_weights
+
+__all__ = ["AttentionSpec", "CheckpointError", "MoESpec", "ModelSpec", "UnsupportedModelError", "read_spec"]
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    path: Path
+    architecture: str
+    hf_config: PreTrainedConfig
+    dtype: torch.dtype
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+    max_position: int  # longest context, prompt and answer together
+    attention_layers: tuple[AttentionSpec, ...]
+    moe_layers: tuple[MoESpec, ...]  # by ordinal
+    tied: bool  # the output head is the embedding
+    num_parameters: int
+    num_active_parameters: int  # of those, how many one token passes through
+    num_bytes: int  # of the weights as loaded by one rank that holds every expert once
+
+    @property
+    def num_expert_bytes(self) -> int:
+        """The experts' part of `num_bytes`."""
+        experts = sum(layer.num_experts * layer.shape.num_parameters for layer in self.moe_layers)
+        return experts * self.dtype.itemsize
+
+
+def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
+    """Reads config.json and the safetensors headers and probes the network on the meta device.
+
+    Raises UnsupportedModelError (with the model's name and the reason) for what cannot be run correctly,
+    CheckpointError (with the tensor or file) for what is damaged, both ValueErrors.
+    """
+    path = Path(path)
+    config = read_config(path)
+    name = networks.network_class(config).__name__
+    probe.register()
+    found_dtype = _choose_dtype(config, dtype)
+    trial = build_network(config, found_dtype, probe.IMPLEMENTATION)
+    probed = probe_network(trial, name)
+    checkpoint = Checkpoint.open(path)
+    weights = map_weights(trial, checkpoint)
+    if dtype == "auto" and getattr(config, "dtype", None) is None:
+        found_dtype = _stored_dtype(checkpoint)
+    sizes = _sizes(trial, found_dtype, set(weights.tied))
+    inactive = sum((layer.num_experts - layer.top_k) * layer.shape.num_parameters for layer in probed.moe_layers)
+    text = config.get_text_config()
+    return ModelSpec(
+        path=path,
+        architecture=name,
+        hf_config=config,
+        dtype=found_dtype,
+        num_layers=int(text.num_hidden_layers),
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
+        max_position=networks.last_position_limit(config),
+        attention_layers=tuple(probed.attention_layers),
+        moe_layers=tuple(probed.moe_layers),
+        tied=bool(trial.all_tied_weights_keys),
+        num_parameters=sizes[0],
+        num_active_parameters=sizes[0] - inactive,
+        num_bytes=sizes[1],
+    )
+
+
+def _choose_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    if dtype == "auto":
+        named = getattr(config, "dtype", None) or torch.float32
+        found = getattr(torch, named) if isinstance(named, str) else named
+        return found if found in DTYPES.values() else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype ({dtype!r}) must be 'auto' or one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype most bytes are stored in."""
+    counts: Counter[torch.dtype] = Counter()
+    for stored in checkpoint.tensors.values():
+        if stored.dtype in DTYPES.values():
+            counts[stored.dtype] += stored.end - stored.start
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+def _sizes(trial: PreTrainedModel, dtype: torch.dtype, tied: set[str]) -> tuple[int, int]:
+    """Number of parameters and their bytes once loaded; what is tied counts once."""
+    dtypes = parameter_dtypes(trial, dtype)
+    parameters = {name: tensor for name, tensor in trial.state_dict().items() if name not in tied}
+    count = sum(tensor.numel() for tensor in parameters.values())
+    size = sum(tensor.numel() * dtypes.get(name, tensor.dtype).itemsize for name, tensor in parameters.items())
+    return count, size
