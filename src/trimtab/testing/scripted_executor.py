@@ -47,7 +47,8 @@ def solo_tokens(
     min_tokens: int = 0,
 ) -> list[int]:
     """What the fake model gives to a request that runs alone, without any cache."""
-    stop, tokens, values = set(stop_token_ids), list(prompt), []
+    stop, tokens = set(stop_token_ids), list(prompt)
+    values: list[int] = []
     while len(tokens) - len(prompt) < num_tokens:
         for position in range(len(values), len(tokens)):
             attended = [tuple(values[0 if w is None else max(position - w + 1, 0) : position]) for w in windows]
