@@ -43,12 +43,16 @@ class EngineConfig:
 
     model: str = _option("demo", "a folder with a Hugging Face MoE checkpoint (safetensors), or 'demo'")
     dtype: str = _option("auto", "weights and activations: auto (as in the checkpoint), float32, bfloat16, float16")
-    max_model_len: int | None = _option(None, "longest prompt plus output; default: the model's, or what the KV cache holds")
+    max_model_len: int | None = _option(
+        None, "longest prompt plus output; default: the model's, or what the KV cache holds"
+    )
     max_num_seqs: int = _option(128, "requests that run at the same time")
     max_num_batched_tokens: int = _option(2048, "tokens computed per step; longer prompts are computed in chunks")
     block_size: int = _option(32, "tokens per KV cache block")
     enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prompt beginnings")
-    kv_cache_memory_bytes: int | str | None = _option(None, "memory for the KV cache, e.g. 2GiB; default: from what is free")
+    kv_cache_memory_bytes: int | str | None = _option(
+        None, "memory for the KV cache, e.g. 2GiB; default: from what is free"
+    )
     seed: int = _option(0, "seed of requests that bring none of their own")
     model_runner: str = _option("v2", "v2, or v1: the small synchronous reference runner")
     async_depth: int | None = _option(
@@ -58,7 +62,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ValueError(f"model ({self.model!r}) must name a checkpoint folder; 'demo' is a small one to start with")
+            raise ValueError(
+                f"model ({self.model!r}) must name a checkpoint folder; 'demo' is a small one to start with"
+            )
         _check_choice("dtype", self.dtype, DTYPES)
         if self.max_model_len is not None:
             _check_integer("max_model_len", self.max_model_len, 2, 2**24, "leave it out to take the model's")
@@ -82,7 +88,9 @@ class EngineConfig:
         if self.model_runner == "v1" and self.async_depth == 2:
             raise ValueError("async_depth (2) needs model_runner 'v2'; the reference runner 'v1' is synchronous")
         if self.num_threads is not None:
-            _check_integer("num_threads", self.num_threads, 1, 4096, "leave it out to use the cores this process may use")
+            _check_integer(
+                "num_threads", self.num_threads, 1, 4096, "leave it out to use the cores this process may use"
+            )
 
     def with_changes(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)

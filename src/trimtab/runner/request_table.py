@@ -9,6 +9,7 @@ step's gather finds it: the next step needs no token from the host.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from trimtab.plan import KVCacheConfig, OpenRow, ScheduledRow
@@ -54,14 +55,12 @@ class RequestTable:
                 self.block_tables[group][scheduled.row, start:end].copy_(blocks, non_blocking=True)
                 counts[group] = end
 
+    def write_tokens(self, rows: np.ndarray, positions: np.ndarray, token_ids: torch.Tensor) -> None:
+        """Writes `token_ids` [S] to `positions` [S] of `rows` [S]. A failed row gets a token nobody reads."""
+        device = self.token_ids.device
+        rows_device = torch.from_numpy(rows).to(device, non_blocking=True)
+        positions_device = torch.from_numpy(positions).to(device, non_blocking=True)
+        self.token_ids[rows_device, positions_device] = token_ids.to(torch.int32)
+
     def __getitem__(self, row: int) -> OpenRow:
         return self._open[row]
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._open
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._open.values())

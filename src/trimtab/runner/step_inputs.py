@@ -81,14 +81,19 @@ def _attention_metadata(
 ) -> dict[int, AttentionMetadata]:
     block_idx = positions // kv_cache.block_size
     offset = positions % kv_cache.block_size
-    rows_device = torch.from_numpy(rows).to(positions.device, non_blocking=True)
+    device = positions.device
+    rows_device = torch.from_numpy(rows).to(device, non_blocking=True)
+    query_start_device = torch.from_numpy(query_start.astype(np.int32)).to(device, non_blocking=True)
+    seq_lens_device = torch.from_numpy(seq_lens.astype(np.int32)).to(device, non_blocking=True)
     max_blocks = -(-int(seq_lens.max()) // kv_cache.block_size)
     return {
         group: AttentionMetadata(
-            query_start=query_start,
-            seq_lens=seq_lens,
+            query_start=query_start_device,
+            seq_lens=seq_lens_device,
             block_table=block_table[rows_device, :max_blocks],
             slot_mapping=block_table[token_rows, block_idx].long() * kv_cache.block_size + offset,
+            query_start_host=query_start,
+            seq_lens_host=seq_lens,
         )
         for group, block_table in enumerate(table.block_tables)
     }

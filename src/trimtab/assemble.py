@@ -1,0 +1,195 @@
+"""The composition root: builds the parts of an engine from a configuration and hands them to each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.config import EngineConfig
+from trimtab.engine.config import CacheConfig, SchedulerConfig
+from trimtab.engine.engine import Engine
+from trimtab.engine.executor.inline import InlineExecutor
+from trimtab.engine.kv_cache import longest_request, peak_blocks
+from trimtab.engine.stop import eos_token_ids
+from trimtab.kernels.features import available_memory_bytes, default_num_threads
+from trimtab.kernels.linear import describe_kernels
+from trimtab.models.language_model import LanguageModel
+from trimtab.models.loading import load_model
+from trimtab.models.resolve import resolve_model
+from trimtab.models.spec import ModelSpec, read_spec
+from trimtab.plan import KVCacheConfig
+from trimtab.runner.attention import group_layers, kv_cache_bytes_per_token
+from trimtab.runner.model_runner import ModelRunner
+from trimtab.runner.reference_runner import ReferenceRunner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+RUNNERS = {"v2": ModelRunner, "v1": ReferenceRunner}
+
+# Without a wish, the KV cache takes this share of the memory that the weights leave, and no more than requests can use.
+KV_SHARE = 0.5
+# Activations, workspaces and the interpreter: kept free beside weights and KV cache.
+RESERVE_BYTES = 512 * 2**20
+
+
+@dataclass(slots=True)
+class Parts:
+    """An engine and what it was built from."""
+
+    engine: Engine
+    model: LanguageModel
+    spec: ModelSpec
+    tokenizer: PreTrainedTokenizerBase | None
+    memory_bytes: dict[str, int]
+    start_up_s: dict[str, float]
+    max_model_len: int
+
+
+def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
+    """Builds an engine. Raises `ValueError` for what a person can mend, before weights are read where possible."""
+    clock = _Clock()
+    report = progress or (lambda stage, done, total: None)
+    path = resolve_model(config.model, progress)
+    torch.set_num_threads(config.num_threads or default_num_threads())
+
+    spec = read_spec(path, config.dtype)
+    tokenizer = load_tokenizer(path)
+    kv_cache, max_model_len = plan_kv_cache(config, spec, available_memory_bytes())
+    clock.lap("plan")
+
+    model = load_model(spec, progress=lambda done, total: report("load", done, total))
+    clock.lap("load")
+
+    runner = RUNNERS[config.model_runner](
+        model, kv_cache, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
+    )
+    engine = Engine(
+        InlineExecutor(runner),
+        kv_cache,
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            async_depth=config.async_depth or 1,  # the CPU computes as it launches: docs/decisions/0003
+        ),
+        vocab_size=spec.vocab_size,
+        cache=CacheConfig(block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+        tokenizer=tokenizer,
+        eos_token_ids=end_token_ids(spec, tokenizer),
+        seed=config.seed,
+    )
+    clock.lap("build")
+    for kernel in describe_kernels():
+        logger.info("kernel %s: %s (%s)", *kernel)
+    memory = {"weights": spec.num_bytes, "kv_cache": runner.kv_cache_bytes}
+    return Parts(engine, model, spec, tokenizer, memory, clock.laps, max_model_len)
+
+
+def plan_kv_cache(config: EngineConfig, spec: ModelSpec, available_bytes: int) -> tuple[KVCacheConfig, int]:
+    """The KV cache and the final longest request, from what was asked for and what memory is left.
+
+    With `max_model_len` given, a cache that cannot hold one such request is an error; without, the length is fitted.
+    """
+    limit = config.max_model_len or spec.max_position
+    if limit > spec.max_position:
+        raise ValueError(
+            f"max_model_len ({limit}) must be at most {spec.max_position}, the longest context of {spec.architecture} "
+            f"in {spec.path.name}; lower it or leave it out"
+        )
+    groups = group_layers(spec.attention_layers, spec.dtype)
+    block_bytes = config.block_size * kv_cache_bytes_per_token(spec.attention_layers, spec.dtype)
+    left_bytes = available_bytes - spec.num_bytes - RESERVE_BYTES
+    if left_bytes < block_bytes * 2:
+        raise ValueError(
+            f"not enough memory: {spec.path.name} needs {_gib(spec.num_bytes)} for its weights and at least "
+            f"{_gib(RESERVE_BYTES + 2 * block_bytes)} to work in; {_gib(available_bytes)} are free. "
+            "Free some, or take a smaller model or dtype"
+        )
+
+    def with_blocks(num_blocks: int) -> KVCacheConfig:
+        return KVCacheConfig(config.block_size, num_blocks, groups)
+
+    asked_bytes = config.kv_cache_memory_bytes
+    if asked_bytes is not None:
+        assert isinstance(asked_bytes, int), "parsed by EngineConfig"
+        if asked_bytes > left_bytes:
+            raise ValueError(
+                f"kv_cache_memory_bytes ({_gib(asked_bytes)}) must be at most {_gib(left_bytes)}: "
+                f"{_gib(available_bytes)} are free and the weights take {_gib(spec.num_bytes)}; lower it"
+            )
+        num_blocks = asked_bytes // block_bytes
+    else:
+        most_useful = 1 + config.max_num_seqs * peak_blocks(with_blocks(1), limit - 1, config.max_num_batched_tokens)
+        num_blocks = min(int(left_bytes * KV_SHARE) // block_bytes, most_useful)
+    longest = longest_request(with_blocks(num_blocks), config.max_num_batched_tokens, limit)
+    wanted = limit if config.max_model_len else 2
+    if longest < wanted:
+        needed = 1 + peak_blocks(with_blocks(1), wanted - 1, config.max_num_batched_tokens)
+        raise ValueError(
+            f"KV cache of {_gib(num_blocks * block_bytes)} holds requests of up to {longest} tokens, fewer than "
+            f"max_model_len ({wanted}); give kv_cache_memory_bytes at least {needed * block_bytes} "
+            f"({_gib(needed * block_bytes)}) or lower max_model_len"
+        )
+    if longest < limit:
+        logger.info("max_model_len: %d, what the KV cache holds, of the model's %d", longest, limit)
+    return with_blocks(num_blocks), longest
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; None where it brings none (prompts are then token ids)."""
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """`generation_config.json` as it stands; empty without one."""
+    file = path / "generation_config.json"
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); restore it from the model's source") from error
+    return content if isinstance(content, dict) else {}
+
+
+def end_token_ids(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Every id that ends a sequence, from all three sources (B121)."""
+    text_config = spec.hf_config.get_text_config()
+    return eos_token_ids(
+        read_generation_config(spec.path).get("eos_token_id"),
+        getattr(text_config, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+class _Clock:
+    """Seconds of each stage of start-up."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.laps[stage] = now - self._last
+        self._last = now

@@ -1,0 +1,247 @@
+"""The Python door: prompts in, outputs out, by the names vLLM users know."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from trimtab.assemble import Parts, assemble, read_generation_config
+from trimtab.config import config_from_options
+from trimtab.experts.data.capture import ExpertUsage
+from trimtab.observability.progress import progress_bar, stderr_is_terminal
+from trimtab.outputs import CompletionOutput, RequestOutput
+from trimtab.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model ready to generate.
+
+        llm = LLM(model="demo")
+        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+
+    Options are the fields of `EngineConfig`. A prompt is text, a list of token ids, or a mapping with "prompt" or
+    "prompt_token_ids" (and "cache_salt"). Raises `ValueError` for what a person can mend.
+    """
+
+    def __init__(self, model: str = "demo", *, progress: bool | None = None, **options: Any) -> None:
+        self.config = config_from_options({"model": model, **options})
+        with progress_bar("loading", shown=progress) as report:
+            self._parts: Parts = assemble(self.config, report)
+        self.engine = self._parts.engine
+        self._request_ids = itertools.count()
+
+    # -- generating ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts. A request that cannot run comes back with its `error`; the rest go on.
+
+        `use_tqdm` (vLLM's name) shows a progress bar where stderr is a terminal.
+        """
+        batch = _as_batch(prompts)
+        params = self._params_per_prompt(sampling_params, len(batch))
+        outputs: dict[str, RequestOutput] = {}
+        order: list[str] = []
+        for prompt, sampling in zip(batch, params, strict=True):
+            request_id = str(next(self._request_ids))
+            order.append(request_id)
+            if (failed := self._add(request_id, prompt, sampling)) is not None:
+                outputs[request_id] = failed
+        with progress_bar("generating", shown=use_tqdm and stderr_is_terminal()) as report:
+            self._run(outputs, report, len(order), order)
+        return [outputs[request_id] for request_id in order]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or to several. Raises `ValueError` with the template's message (B120)."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [self.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The growing output of one request, each time it has moved. Leaving the loop early aborts the request."""
+        request_id = str(next(self._request_ids))
+        failed = self._add(request_id, prompt, self._params_per_prompt(sampling_params, 1)[0])
+        if failed is not None:
+            yield failed
+            return
+        try:
+            finished = False
+            while not finished:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        finished = output.finished
+                        yield output
+        finally:
+            self.engine.abort(request_id)
+
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        return self.stream(self.chat_prompt(messages), sampling_params)
+
+    def chat_prompt(self, messages: Messages) -> dict[str, Any]:
+        """A conversation as the checkpoint's chat template writes it: text and token ids."""
+        tokenizer = self.get_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"{self._parts.spec.path.name} has no chat template; use generate with a plain prompt")
+        if not messages:
+            raise ValueError("messages ([]) must hold at least one message")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise whatever their author chose
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+        # The template writes the special tokens itself.
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    # -- knowing -------------------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._parts.tokenizer is None:
+            raise ValueError(f"{self._parts.spec.path.name} brings no tokenizer; give prompts as prompt_token_ids")
+        return self._parts.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, else vLLM's defaults."""
+        recommended = read_generation_config(self._parts.spec.path)
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return SamplingParams(**{name: recommended[name] for name in names if recommended.get(name) is not None})
+
+    @property
+    def vocab_size(self) -> int:
+        return self._parts.spec.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, fitted to the KV cache."""
+        return self._parts.max_model_len
+
+    @contextmanager
+    def expert_usage(self) -> Iterator[ExpertUsage]:
+        """Counts tokens per [MoE layer, expert] while open. The prefix cache is emptied first: what it answers would
+        pass no expert and not be counted."""
+        layers = self._parts.model.moe_layers
+        usage = ExpertUsage(len(layers), max(layer.num_experts for layer in layers))
+        self.engine.reset_prefix_cache()
+        usage.attach(layers)
+        try:
+            yield usage
+        finally:
+            usage.detach(layers)
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine did and what it holds, as plain data."""
+        allocator, scheduler = self.engine.allocator, self.engine.scheduler
+        return {
+            "model": self._parts.spec.architecture,
+            "max_model_len": self.max_model_len,
+            "memory_bytes": dict(self._parts.memory_bytes),
+            "kv_cache": {
+                "block_size": allocator.block_size,
+                "num_blocks": allocator.pool.num_blocks,
+                "num_free_blocks": allocator.pool.num_free,
+            },
+            "prefix_cache": {
+                "num_queried_tokens": allocator.stats.num_queried_tokens,
+                "num_hit_tokens": allocator.stats.num_hit_tokens,
+                "hit_rate": allocator.stats.hit_rate,
+            },
+            "num_preemptions": scheduler.num_preemptions,
+            "num_unfinished": self.engine.num_unfinished,
+            "start_up_s": dict(self._parts.start_up_s),
+        }
+
+    def shutdown(self) -> None:
+        """Ends what the engine started; safe to call twice."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _params_per_prompt(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        if len(sampling_params) != count:
+            raise ValueError(
+                f"sampling_params ({len(sampling_params)}) must be as many as the prompts ({count}), or one for all"
+            )
+        return list(sampling_params)
+
+    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> RequestOutput | None:
+        """Queues a request; one that cannot run gives its failed output instead."""
+        text, token_ids, cache_salt = None, None, None
+        try:
+            text, token_ids, cache_salt = _read_prompt(prompt)
+            self.engine.add_request(
+                request_id,
+                token_ids if token_ids is not None else text or "",
+                sampling,
+                prompt_text=text,
+                cache_salt=cache_salt,
+            )
+        except ValueError as error:
+            completions = [CompletionOutput(index, "", [], finish_reason="error") for index in range(sampling.n)]
+            return RequestOutput(request_id, text, list(token_ids or []), completions, finished=True, error=str(error))
+        return None
+
+    def _run(
+        self, outputs: dict[str, RequestOutput], report: Callable[[str, int, int], None], total: int, order: list[str]
+    ) -> None:
+        try:
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    if output.finished:
+                        outputs[output.request_id] = output
+                        report("requests", len(outputs), total)
+        except BaseException:
+            # Ctrl-C: nothing of this call stays queued behind the caller's next one.
+            for request_id in order:
+                self.engine.abort(request_id)
+            raise
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+    """(text, token ids, cache salt); text is None where only ids are given, ids are None where only text is."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if isinstance(prompt, Mapping):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is None and token_ids is None:
+            raise ValueError(f"prompt ({dict(prompt)!r}) must have 'prompt' or 'prompt_token_ids'")
+        return text, None if token_ids is None else list(token_ids), prompt.get("cache_salt")
+    return None, list(prompt), None
