@@ -48,12 +48,11 @@ class Request:
     error: str | None = None
 
     token_ids: list[int] = field(default_factory=list)  # prompt, then accepted output
-    # Within a residence (from taking a row to giving it back): positions planned so far, and those whose step arrived.
+    # Since the request took its row: positions planned so far, and those whose step arrived.
     num_planned: int = 0
     num_computed: int = 0
     num_unseen_tokens: int = 0  # sampled by steps in flight: they have a position, the engine has not seen their value
     num_in_flight: int = 0  # steps
-    residence: int = 0
     row: int | None = None
     num_preemptions: int = 0
     guarded: bool = False  # admitted where its whole life fits: never preempted again in this residence

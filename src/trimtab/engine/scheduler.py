@@ -31,11 +31,10 @@ class Progress:
 
 @dataclass(slots=True)
 class _Launched:
-    """A request's part in a step in flight. A later residence of the request owns other rows and blocks."""
+    """A request's part in a step in flight."""
 
     request: Request
     scheduled: ScheduledRow
-    residence: int
 
 
 class Scheduler:
@@ -222,7 +221,7 @@ class Scheduler:
         samples = num_tokens == request.num_ready
         scheduled = ScheduledRow(request.row, request.num_planned, num_tokens, samples, new_blocks)
         plan.scheduled.append(scheduled)
-        parts.append(_Launched(request, scheduled, request.residence))
+        parts.append(_Launched(request, scheduled))
         request.num_planned += num_tokens
         request.num_unseen_tokens += samples
         request.num_in_flight += 1
@@ -231,7 +230,8 @@ class Scheduler:
 
     def _accept(self, part: _Launched, output: StepOutput) -> Progress:
         request, scheduled = part.request, part.scheduled
-        if part.residence == request.residence and request.status is RequestStatus.RUNNING:
+        if request.status is RequestStatus.RUNNING:
+            # Preempted meanwhile, it holds no blocks; it takes new ones only when none of its steps is in flight.
             # All tokens before this position are accepted: a block that is full now holds what its hash will say.
             request.num_computed = scheduled.start + scheduled.num_tokens
             self.allocator.publish(request)
@@ -268,7 +268,6 @@ class Scheduler:
         self._rows_to_close.append(request.row)
         heapq.heappush(self._free_rows, request.row)
         request.row = None
-        request.residence += 1
         request.num_planned = request.num_computed = 0
 
 

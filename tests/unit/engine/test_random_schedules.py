@@ -55,8 +55,9 @@ def make_load(rng: random.Random, *, fail_some: bool) -> Load:
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=rng.random() < 0.8)
     eos = frozenset(rng.sample(range(VOCAB), rng.randint(0, 2)))
     engine = Engine(executor, kv_cache, config, vocab_size=VOCAB, cache=cache, eos_token_ids=eos)
-    if rng.random() < 0.2:  # every key collides: only the token check stands between requests (B104)
-        engine.allocator._namer = ContentNamer("", lambda message: b"same")
+    if rng.random() < 0.2:  # most keys collide: only the token check stands between requests (B104)
+        num_keys = rng.randint(1, 4)
+        engine.allocator._namer = ContentNamer("", lambda message: bytes([sum(message) % num_keys]))
     return Load(engine, executor, windows, {}, {})
 
 
