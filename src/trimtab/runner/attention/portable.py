@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -204,7 +205,7 @@ def _row_tiles(
     first_position = seq_len - (end - start)
     if window is None:
         bounds = [*range(0, first_position, KEY_PIECE_TOKENS), first_position]
-        context = [piece(low, high, None, False) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+        context = [piece(low, high, None, False) for low, high in pairwise(bounds)]
         return [_Tile(start, end, [*context, piece(first_position, seq_len, None, True)])]
     tiles = []
     for tile_start in range(start, end, WINDOW_QUERY_TILE):

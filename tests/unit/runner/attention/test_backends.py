@@ -1,4 +1,4 @@
-"""Every attention backend against the dense mathematics, on ragged chunked batches over a fragmented, poisoned cache."""
+"""Every attention backend against the dense mathematics, on ragged chunked batches over a fragmented cache."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class LayerShape:
 
 
 class PagedRows:
-    """One layer's cache, its unwritten positions NaN, and some rows of random tokens; `run` sends chunks of rows through a backend.
+    """One layer's cache, its unwritten positions NaN, and some rows of random tokens.
 
-    Block tables are drawn from a shuffled pool; blocks wholly before the window name the null block 0.
+    `run` sends chunks of rows through a backend. Block tables are drawn from a shuffled pool; blocks wholly before the window name the null block 0.
     """
 
     def __init__(
