@@ -18,8 +18,7 @@ from trimtab.engine.engine import Engine
 from trimtab.engine.executor.inline import InlineExecutor
 from trimtab.engine.kv_cache import longest_request, peak_blocks
 from trimtab.engine.stop import eos_token_ids
-from trimtab.kernels.features import available_memory_bytes, default_num_threads
-from trimtab.kernels.linear import describe_kernels
+from trimtab.kernels.features import default_num_threads, memory
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.loading import load_model
 from trimtab.models.resolve import resolve_model
@@ -66,7 +65,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
 
     spec = read_spec(path, config.dtype)
     tokenizer = load_tokenizer(path)
-    kv_cache, max_model_len = plan_kv_cache(config, spec, available_memory_bytes())
+    kv_cache, max_model_len = plan_kv_cache(config, spec, memory().available_bytes)
     clock.lap("plan")
 
     model = load_model(spec, progress=lambda done, total: report("load", done, total))
@@ -91,10 +90,8 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         seed=config.seed,
     )
     clock.lap("build")
-    for kernel in describe_kernels():
-        logger.info("kernel %s: %s (%s)", *kernel)
-    memory = {"weights": spec.num_bytes, "kv_cache": runner.kv_cache_bytes}
-    return Parts(engine, model, spec, tokenizer, memory, clock.laps, max_model_len)
+    held = {"weights": spec.num_bytes, "kv_cache": runner.kv_cache_bytes}
+    return Parts(engine, model, spec, tokenizer, held, clock.laps, max_model_len)
 
 
 def plan_kv_cache(config: EngineConfig, spec: ModelSpec, available_bytes: int) -> tuple[KVCacheConfig, int]:

@@ -73,16 +73,20 @@ def test_greedy_tokens_equal_transformers_in_mixed_chunked_batches(checkpoint):
 
 
 def test_requests_that_share_too_little_kv_memory_are_preempted_and_still_right(checkpoint):
-    """B102: the KV cache holds less than two requests; all finish with the tokens of an ample run."""
-    prompts = random_prompts(12, 6, 100, longest=24)
-    ample = generate(checkpoint, prompts)
+    """B102: short prompts are all admitted, then grow past what the KV cache holds; all finish with the right tokens."""
+    prompts = random_prompts(12, 6, 100, longest=8)
+    params = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True, detokenize=False)
+    batch = [{"prompt_token_ids": prompt} for prompt in prompts]
+    options = {"max_model_len": 40, "max_num_seqs": 6, "block_size": 4, "max_num_batched_tokens": 16, "num_threads": 1}
+    with LLM(str(checkpoint), kv_cache_memory_bytes="4MiB", **options) as llm:
+        ample = [output.outputs[0].token_ids for output in llm.generate(batch, params, use_tqdm=False)]
+        assert llm.stats()["num_preemptions"] == 0
+        block_bytes = llm.stats()["memory_bytes"]["kv_cache"] // llm.stats()["kv_cache"]["num_blocks"]
+        one_request = 1 + llm.engine.allocator.peak_blocks(39)
     for depth in (1, 2):
-        options = {"max_model_len": 40, "max_num_seqs": 6, "block_size": 4, "num_threads": 1, "async_depth": depth}
-        with LLM(str(checkpoint), kv_cache_memory_bytes="4MiB", **options) as llm:
-            per_block = llm.stats()["memory_bytes"]["kv_cache"] // llm.stats()["kv_cache"]["num_blocks"]
-            limit = llm.engine.allocator.peak_blocks(40)
-        with LLM(str(checkpoint), kv_cache_memory_bytes=int(per_block * (limit * 1.5 + 1)), **options) as llm:
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+        scarce = {"kv_cache_memory_bytes": block_bytes * (one_request + 4), "async_depth": depth}
+        with LLM(str(checkpoint), **scarce, **options) as llm:
+            outputs = llm.generate(batch, params, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == ample
             assert llm.stats()["num_preemptions"] > 0
             assert llm.stats()["kv_cache"]["num_free_blocks"] == llm.stats()["kv_cache"]["num_blocks"] - 1
