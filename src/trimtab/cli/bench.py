@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from trimtab.cli.generate import open_llm
 from trimtab.cli.layout import format_bytes
 from trimtab.cli.options import EngineOptions, engine_config, given
-from trimtab.observability.machine import cpu_model, peak_memory_bytes, process_age_s, usable_cores
+from trimtab.observability.machine import cpu_model, peak_memory_bytes, process_age_s
 from trimtab.observability.progress import progress_bar
 from trimtab.sampling_params import SamplingParams
 
@@ -67,16 +67,11 @@ def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int)
 
 @dataclass(slots=True)
 class _Run:
-    """One batch, timed: until every prompt has its first token it is prefill, from there decode."""
+    """One batch, timed. Prefill lasts until every prompt has its first token; decode steps are those of the full batch."""
 
     first_token_s: float
     prefill_s: float
     decode_step_s: list[float]
-    num_decode_tokens: int
-
-    @property
-    def decode_s(self) -> float:
-        return sum(self.decode_step_s)
 
 
 def timed_run(engine: SteppingEngine, prompts: list[list[int]], output_len: int, label: str) -> _Run:
@@ -88,9 +83,9 @@ def timed_run(engine: SteppingEngine, prompts: list[list[int]], output_len: int,
         engine.add_request(f"{label}-{index}", prompt, params)
     num_tokens = dict.fromkeys((f"{label}-{index}" for index in range(len(prompts))), 0)
     start = before = time.perf_counter()
-    run = _Run(first_token_s=0.0, prefill_s=0.0, decode_step_s=[], num_decode_tokens=0)
+    run = _Run(first_token_s=0.0, prefill_s=0.0, decode_step_s=[])
     while engine.has_unfinished:
-        decoding = all(num_tokens.values())
+        reading_done = all(num_tokens.values())
         num_before = sum(num_tokens.values())
         for output in engine.step():
             if output.error:
@@ -99,11 +94,10 @@ def timed_run(engine: SteppingEngine, prompts: list[list[int]], output_len: int,
         now = time.perf_counter()
         if not run.first_token_s and any(num_tokens.values()):
             run.first_token_s = now - start
-        if decoding:
-            run.decode_step_s.append(now - before)
-            run.num_decode_tokens += sum(num_tokens.values()) - num_before
-        else:
+        if not reading_done:
             run.prefill_s = now - start
+        elif sum(num_tokens.values()) - num_before == len(prompts):
+            run.decode_step_s.append(now - before)
         before = now
     return run
 
@@ -120,12 +114,18 @@ def measure(
         if repetition:
             runs.append(run)
     step_s = [seconds for run in runs for seconds in run.decode_step_s]
+    if any(not run.decode_step_s for run in runs):
+        raise ValueError(
+            f"output_len ({output_len}) ends answers before the last of {batch_size} prompts is read; "
+            "raise output_len or max_num_batched_tokens"
+        )
+    decode_rates = [batch_size * len(run.decode_step_s) / sum(run.decode_step_s) for run in runs]
     return BatchResult(
         batch_size=batch_size,
         input_len=input_len,
         output_len=output_len,
         prefill_tokens_per_s=percentile([batch_size * input_len / run.prefill_s for run in runs], 50),
-        decode_tokens_per_s=percentile([run.num_decode_tokens / run.decode_s for run in runs], 50),
+        decode_tokens_per_s=percentile(decode_rates, 50),
         time_to_first_token_s=percentile([run.first_token_s for run in runs], 50),
         step_ms={f"p{percent}": 1000 * percentile(step_s, percent) for percent in PERCENTILES},
         num_steps=len(step_s),
@@ -142,6 +142,8 @@ def first_token(engine: SteppingEngine) -> float:
 
 def machine() -> dict[str, Any]:
     import torch
+
+    from trimtab.kernels.features import usable_cores
 
     return {
         "cpu": cpu_model(),
@@ -176,8 +178,8 @@ def offline(
 ) -> int:
     """Measure prefill and decode in one process, without a server: random prompts, greedy, prefix caching off.
 
-    Prefill is timed until every prompt has its first token, decode from there. A warm-up run per batch size is not
-    counted. Start-up runs from the start of the process to its first token, weights included.
+    Prefill is timed until every prompt has its first token; decode steps are those that give all prompts a token.
+    A warm-up run per batch size is not counted. Start-up ends with the first token of the process.
 
     Parameters
     ----------
@@ -245,7 +247,7 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(table)
     here = report["machine"]
     sizes = f"{report['results'][0]['input_len']} tokens in, {report['results'][0]['output_len']} out"
-    kv_bytes = report["stats"].get("kv_cache_bytes")
+    kv_bytes = report["stats"]["memory_bytes"].get("kv_cache")
     memory = f"peak memory {format_bytes(report['peak_memory_bytes'])}"
     if kv_bytes is not None:
         memory += f", of it KV cache {format_bytes(kv_bytes)}"

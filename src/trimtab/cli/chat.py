@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trimtab.cli.generate import checkpoint_defaults, open_llm
-from trimtab.cli.options import DEFAULT_MAX_TOKENS, EngineOptions, SamplingOptions, engine_config, sampling_params
+from trimtab.cli.generate import open_llm
+from trimtab.cli.options import EngineOptions, SamplingOptions, sampling_params
 
 if TYPE_CHECKING:
     from trimtab.llm import LLM
+    from trimtab.outputs import RequestOutput
     from trimtab.sampling_params import SamplingParams
 
 HELP = """/reset          forget the conversation
@@ -71,8 +72,9 @@ def answer(llm: LLM, conversation: Conversation, params: SamplingParams) -> bool
     """Streams the model's turn to stdout and keeps it, as far as it came. False when the request failed."""
     said, error = "", None
     with StopFlag().watching() as stop:
-        stream = llm.stream_chat(conversation.messages(), params)
+        stream: Iterator[RequestOutput] = iter(())
         try:
+            stream = llm.stream_chat(conversation.messages(), params)
             for output in stream:
                 error = output.error
                 if output.outputs:
@@ -86,7 +88,7 @@ def answer(llm: LLM, conversation: Conversation, params: SamplingParams) -> bool
         except ValueError as fault:
             error = str(fault)
         finally:
-            if hasattr(stream, "close"):
+            if isinstance(stream, Generator):
                 stream.close()  # ends the request in the engine
     print(" (stopped)" if stop.raised else "", flush=True)
     if error:
@@ -168,11 +170,10 @@ def chat(
     system
         The system message, in front of the conversation.
     """
-    engine_config(model, engine)
-    params = sampling_params(sampling, **{"max_tokens": DEFAULT_MAX_TOKENS, **checkpoint_defaults(model)})
-    if params.n != 1:
-        raise ValueError(f"n ({params.n}) must be 1 in a chat; trimtab generate --chat gives several answers")
+    if (n := sampling_params(sampling).n) != 1:
+        raise ValueError(f"n ({n}) must be 1 in a chat; trimtab generate --chat gives several answers")
     llm = open_llm(model, engine)
+    params = sampling_params(sampling, llm.get_default_sampling_params())
     interactive = sys.stdin.isatty()
     if interactive:
         print("/help lists the commands.")

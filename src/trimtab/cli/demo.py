@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from trimtab.cli.generate import engine_prompt, open_llm
+from trimtab.cli.generate import open_llm
 from trimtab.cli.options import EngineOptions, given
-from trimtab.cli.prompts import PromptLine
 from trimtab.observability.progress import stderr_is_terminal
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def expert_use(llm: LLM, token_ids: list[list[int]]) -> np.ndarray:
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     with llm.expert_usage() as usage:
         llm.generate([{"prompt_token_ids": ids} for ids in token_ids], one_token, use_tqdm=False)
-    return usage.counts
+    return usage.counts.numpy()
 
 
 def show_answers(console: Console, prompts: dict[str, list[str]], answers: dict[str, list[RequestOutput]]) -> None:
@@ -83,9 +82,8 @@ def demo(
     prompts = {kind: list(texts[:prompts_per_kind]) for kind, texts in DOMAIN_PROMPTS.items()}
 
     console = Console()
-    # Cached prompt tokens would skip the experts and be missing from the picture.
-    options = EngineOptions(**{"enable_prefix_caching": False, **given(engine)})
-    llm = open_llm("demo", options)
+    # Cached prompt tokens would pass no expert and be missing from the picture.
+    llm = open_llm("demo", EngineOptions(**{"enable_prefix_caching": False, **given(engine)}))
     answers, elapsed_s = answer_together(llm, prompts, params)
     show_answers(console, prompts, answers)
     show_speed(console, answers, elapsed_s)
@@ -103,12 +101,7 @@ def answer_together(
     llm: LLM, prompts: dict[str, list[str]], params: Any
 ) -> tuple[dict[str, list[RequestOutput]], float]:
     """All prompts of all kinds in one batch: outputs by kind, and the seconds it took."""
-    tokenizer = llm.get_tokenizer()
-    batch = [
-        engine_prompt(PromptLine(messages=[{"role": "user", "content": text}]), tokenizer)
-        for texts in prompts.values()
-        for text in texts
-    ]
+    batch = [llm.chat_prompt([{"role": "user", "content": text}]) for texts in prompts.values() for text in texts]
     start = time.perf_counter()
     outputs = llm.generate(batch, params, use_tqdm=stderr_is_terminal())
     elapsed_s = time.perf_counter() - start

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from trimtab.cli.options import (
-    DEFAULT_MAX_TOKENS,
-    EngineOptions,
-    SamplingOptions,
-    engine_config,
-    recommended_sampling,
-    sampling_params,
-)
+from trimtab.cli.options import EngineOptions, SamplingOptions, engine_config, sampling_params
 from trimtab.cli.prompts import PromptLine, as_chat, read_prompts
 from trimtab.observability.progress import stderr_is_terminal
 
@@ -36,39 +29,21 @@ def open_llm(model: str, options: EngineOptions | None) -> LLM:
     return LLM(model=config.model, **given)
 
 
-def checkpoint_defaults(model: str) -> dict[str, Any]:
-    """Sampling settings that the checkpoint recommends."""
-    from trimtab.models.resolve import resolve_model
-
-    return recommended_sampling(Path(resolve_model(model)))
-
-
-def engine_prompt(prompt: PromptLine, tokenizer: Any) -> Any:
+def engine_prompt(llm: LLM, prompt: PromptLine) -> Any:
     """What `LLM.generate` takes. Raises `ValueError` when the chat template refuses the messages."""
-    if prompt.token_ids is not None:
-        return {"prompt_token_ids": prompt.token_ids}
-    if prompt.messages is None:
-        return prompt.text
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("this model has no chat template; give plain prompts, without --chat and messages")
-    try:
-        ids = tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # templates raise whatever their author wrote
-        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-    return {"prompt_token_ids": list(ids)}
+    if prompt.messages is not None:
+        return llm.chat_prompt(prompt.messages)
+    return prompt.text if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}
 
 
 def run_prompts(llm: LLM, prompts: list[PromptLine], params: SamplingParams) -> list[RequestOutput | str]:
     """One entry per prompt, in order: its output, or why it never reached the engine."""
     results: list[RequestOutput | str] = [prompt.error or "" for prompt in prompts]
     ready: dict[int, Any] = {}
-    tokenizer = llm.get_tokenizer() if any(prompt.messages for prompt in prompts) else None
     for position, prompt in enumerate(prompts):
         if prompt.error is None:
             try:
-                ready[position] = engine_prompt(prompt, tokenizer)
+                ready[position] = engine_prompt(llm, prompt)
             except ValueError as error:
                 results[position] = str(error)
     if ready:
@@ -177,10 +152,9 @@ def generate(
     prompts = read_prompts(prompt, file)
     if chat:
         prompts = [as_chat(line, system) for line in prompts]
-    engine_config(model, engine)  # a mistyped option should not wait for the checkpoint
-    sampling_params(sampling)
-    params = sampling_params(sampling, **{"max_tokens": DEFAULT_MAX_TOKENS, **checkpoint_defaults(model)})
-    results = run_prompts(open_llm(model, engine), prompts, params)
+    sampling_params(sampling)  # what is impossible should not wait for the model
+    llm = open_llm(model, engine)
+    results = run_prompts(llm, prompts, sampling_params(sampling, llm.get_default_sampling_params()))
     if json_lines:
         for index, (line, result) in enumerate(zip(prompts, results, strict=True)):
             print(json.dumps(as_json(index, line, result), ensure_ascii=False), flush=True)

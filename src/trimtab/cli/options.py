@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import types
-from dataclasses import MISSING, field, fields, make_dataclass
-from pathlib import Path
+from dataclasses import MISSING, field, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter
@@ -13,7 +11,7 @@ from cyclopts import Group, Parameter
 from trimtab.config import EngineConfig, config_from_options
 from trimtab.sampling_params import SamplingParams
 
-# Settings that a checkpoint's generation_config.json may recommend.
+# Settings that a checkpoint's generation_config.json may recommend (`LLM.get_default_sampling_params`).
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # vLLM's 16 is for programs; a person at a terminal wants an answer.
@@ -111,21 +109,8 @@ def engine_config(model: str, options: EngineOptions | None) -> EngineConfig:
     return config_from_options({"model": model, **given(options)})
 
 
-def recommended_sampling(checkpoint: Path) -> dict[str, Any]:
-    """What the checkpoint's generation_config.json says about sampling; empty when it has none."""
-    path = checkpoint / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        recommended = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); repair or remove it") from error
-    return {name: recommended[name] for name in RECOMMENDED if recommended.get(name) is not None}
-
-
-def sampling_params(options: SamplingOptions | None, **defaults: Any) -> SamplingParams:
-    """`SamplingParams` from what was typed, then from `defaults`, then vLLM's own defaults."""
-    chosen = {**defaults, **given(options)}
-    if chosen.get("max_tokens") is not None and "min_tokens" in chosen and "max_tokens" not in given(options):
-        chosen["max_tokens"] = max(chosen["max_tokens"], chosen["min_tokens"])
-    return SamplingParams(**chosen)
+def sampling_params(options: SamplingOptions | None, defaults: SamplingParams | None = None) -> SamplingParams:
+    """`SamplingParams` from what was typed, then from `defaults`, what the checkpoint recommends."""
+    typed = given(options)
+    chosen = {"max_tokens": max(DEFAULT_MAX_TOKENS, typed.get("min_tokens", 0)), **typed}
+    return replace(defaults or SamplingParams(), **chosen)

@@ -21,11 +21,6 @@ def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
 def process_age_s(stat: Path = _SELF_STAT) -> float:
     """Seconds since this process was started, interpreter start-up included; exact to a clock tick (10 ms)."""
     behind_name = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
