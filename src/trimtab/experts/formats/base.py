@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -106,20 +108,39 @@ class ExpertTensors:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    def check(self, shape: ExpertShape) -> None:
-        """Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape."""
-        expected: dict[str, tuple[int, ...] | None] = {
-            "gate_up": (shape.gate_up_size, shape.hidden_size),
-            "down": (shape.hidden_size, shape.intermediate_size),
-            "gate_up_bias": (shape.gate_up_size,) if shape.has_bias else None,
-            "down_bias": (shape.hidden_size,) if shape.has_bias else None,
-        }
-        for name, size in expected.items():
-            tensor = getattr(self, name)
-            found = None if tensor is None else tuple(tensor.shape)
-            if found != size:
-                raise ValueError(f"expert tensor {name} (shape {found}) must have shape {size}; check the checkpoint")
-
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name, in a fixed order."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of one stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class ExpertFormat(Protocol):
+    """How one expert is stored: WHICH tensors, in which order, and the way there and back.
+
+    `specs` names them for a shape (never inferred from tensors); `encode` makes them from an expert in canonical
+    layout; `decode` returns to it and raises ValueError when one is missing or unexpected.
+    """
+
+    name: str
+
+    def specs(self, shape: ExpertShape) -> dict[str, TensorSpec]: ...
+
+    def encode(self, shape: ExpertShape, tensors: ExpertTensors) -> dict[str, Tensor]: ...
+
+    def decode(self, shape: ExpertShape, stored: Mapping[str, Tensor]) -> ExpertTensors: ...
+
+
+def expert_nbytes(expert_format: ExpertFormat, shape: ExpertShape) -> int:
+    """Bytes of one expert's stored tensors, without a kernel's padding."""
+    return sum(spec.nbytes for spec in expert_format.specs(shape).values())

@@ -24,7 +24,7 @@ class ExpertKernel(Protocol):
 
     name: str
     num_slots: int
-    slot_bytes: int
+    slot_bytes: int  # of one expert's values; a layout may add some padding
 
     def load_slot(self, slot: int, tensors: ExpertTensors) -> None: ...
 

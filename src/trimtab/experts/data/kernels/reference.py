@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.experts.formats.base import ExpertShape, ExpertTensors
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors, expert_nbytes
+from trimtab.experts.formats.registry import find_format
 
 
 class ReferenceExpertKernel:
@@ -19,15 +20,13 @@ class ReferenceExpertKernel:
     def __init__(self, shape: ExpertShape, num_slots: int, dtype: torch.dtype) -> None:
         self.shape = shape
         self.num_slots = num_slots
-        self.dtype = dtype
-        self.slot_bytes = shape.num_parameters * dtype.itemsize
+        self._format = find_format(dtype)
+        self.slot_bytes = expert_nbytes(self._format, shape)
         self._slots: list[ExpertTensors | None] = [None] * num_slots
 
     def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
-        tensors.check(self.shape)
-        self._slots[slot] = ExpertTensors(
-            **{name: tensor.to(self.dtype, copy=True) for name, tensor in tensors.tensors().items()}
-        )
+        stored = self._format.encode(self.shape, tensors)
+        self._slots[slot] = self._format.decode(self.shape, {name: tensor.clone() for name, tensor in stored.items()})
 
     def read_slot(self, slot: int) -> ExpertTensors:
         tensors = self._slots[slot]
@@ -35,7 +34,6 @@ class ReferenceExpertKernel:
         return tensors
 
     def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
-        # The intermediate is rounded to hidden's dtype where a kernel of that dtype must store it.
         out = torch.zeros(hidden.shape, dtype=torch.float32)
         for k in range(slot_ids.shape[1]):
             for slot in slot_ids[:, k].unique().tolist():
@@ -44,8 +42,7 @@ class ReferenceExpertKernel:
                 rows = (slot_ids[:, k] == slot).nonzero().squeeze(1)
                 expert = self.read_slot(slot)
                 pre = _linear(hidden[rows], expert.gate_up, expert.gate_up_bias)
-                act = self.shape.activation.function(pre).to(hidden.dtype)
-                down = _linear(act, expert.down, expert.down_bias)
+                down = _linear(self.shape.activation.function(pre), expert.down, expert.down_bias)
                 out[rows] += gate_weights[rows, k, None].float() * down
         return out.to(hidden.dtype)
 

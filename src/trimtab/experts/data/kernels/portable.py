@@ -1,0 +1,112 @@
+"""The expert kernel that needs nothing but torch: packed linears in one slot table, a loop over the active slots.
+
+Row-invariant where the packed linears are (see `trimtab.kernels.linear`) and the intermediate size is a multiple of
+32: torch's vectorised exp and its scalar tail differ in the last bit, so a tail would show a row's position.
+"""
+
+# T tokens  K top-k  P slots  H hidden size  I intermediate size  R rows (token-expert pairs) of one slot
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors, expert_nbytes
+from trimtab.experts.formats.registry import find_format
+from trimtab.kernels.linear import PackedLinear, pack_linear
+
+# torch splits elementwise work between threads from this many elements on, wherever that falls inside a row.
+_UNSPLIT_ELEMENTS = 32767
+# Bounds the table of partial outputs [T * K, H]; longer batches go through in pieces, each row the same bits.
+_PARTIAL_ELEMENTS = 1 << 26
+
+
+@dataclass(slots=True)
+class PackedExpert:
+    """One slot's expert."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class PortableExpertKernel:
+    """Sorts token-expert pairs by slot, multiplies slot by slot, then sums each token's K parts in k order."""
+
+    name = "portable"
+
+    def __init__(self, shape: ExpertShape, num_slots: int, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.num_slots = num_slots
+        self._format = find_format(dtype)
+        self.slot_bytes = expert_nbytes(self._format, shape)
+        # The only holder of slot objects: a commit that replaces an entry frees the old expert.
+        self._slots: list[PackedExpert | None] = [None] * num_slots
+        self._partial = torch.empty(0)
+
+    def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
+        stored = self._format.encode(self.shape, tensors)
+        self._slots[slot] = PackedExpert(
+            pack_linear(stored["gate_up"], stored.get("gate_up_bias")),
+            pack_linear(stored["down"], stored.get("down_bias")),
+        )
+
+    def read_slot(self, slot: int) -> ExpertTensors:
+        expert = self._expert(slot)
+        return ExpertTensors(
+            expert.gate_up.unpack(), expert.down.unpack(), expert.gate_up.unpack_bias(), expert.down.unpack_bias()
+        )
+
+    def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
+        num_tokens, top_k = slot_ids.shape
+        piece = max(1, _PARTIAL_ELEMENTS // (top_k * self.shape.hidden_size))
+        if num_tokens <= piece:
+            return self._sum_of_experts(hidden, slot_ids, gate_weights)
+        pieces = zip(hidden.split(piece), slot_ids.split(piece), gate_weights.split(piece), strict=True)
+        return torch.cat([self._sum_of_experts(*tensors) for tensors in pieces])
+
+    def _sum_of_experts(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
+        num_tokens, top_k = slot_ids.shape
+        flat = slot_ids.reshape(-1)
+        order = flat.argsort(stable=True)
+        tokens = order // top_k
+        # Index 0 counts the dropped pairs; after the sort they come first.
+        ends = torch.bincount(flat + 1, minlength=self.num_slots + 1).cumsum(0).tolist()
+        partial = self._partials(num_tokens * top_k)
+        for slot, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+            if start < end:
+                rows = hidden.index_select(0, tokens[start:end])
+                partial.index_copy_(0, order[start:end], self._run_expert(self._expert(slot), rows))
+        weights = gate_weights.to(torch.float32)
+        if ends[0]:
+            # What lies in a dropped pair's row is an earlier call's, possibly inf: a zero weight alone is not enough.
+            partial.index_fill_(0, order[: ends[0]], 0.0)
+            weights = weights.masked_fill(slot_ids < 0, 0.0)
+        parts = partial.view(num_tokens, top_k, self.shape.hidden_size).mul_(weights[:, :, None])
+        total = parts[:, 0].clone()
+        for k in range(1, top_k):
+            total += parts[:, k]
+        return total.to(hidden.dtype)
+
+    def _run_expert(self, expert: PackedExpert, rows: Tensor) -> Tensor:
+        """rows [R, H] -> [R, H] fp32."""
+        pre = expert.gate_up.multiply(rows.to(expert.gate_up.compute_dtype)).to(torch.float32)
+        block = max(1, _UNSPLIT_ELEMENTS // pre.shape[1])
+        if len(pre) <= block:
+            inner = self.shape.activation.function(pre)
+        else:
+            inner = torch.cat([self.shape.activation.function(part) for part in pre.split(block)])
+        return expert.down.multiply(inner.to(expert.down.compute_dtype)).to(torch.float32)
+
+    def _expert(self, slot: int) -> PackedExpert:
+        expert = self._slots[slot]
+        assert expert is not None, f"slot {slot} was never loaded"
+        return expert
+
+    def _partials(self, num_pairs: int) -> Tensor:
+        """The reused workspace [num_pairs, H]: a fresh tensor of this size would cost its page faults every call."""
+        size = num_pairs * self.shape.hidden_size
+        if self._partial.numel() < size:
+            self._partial = torch.empty(size)
+        return self._partial[:size].view(num_pairs, self.shape.hidden_size)
