@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from trimtab.engine.detokenizer import IncrementalDetokenizer, Tokenizer
+from trimtab.engine.detokenizer import Decoder, IncrementalDetokenizer
 from trimtab.engine.request import Request
 from trimtab.engine.scheduler import Progress
 from trimtab.engine.stop import StopStringFinder
@@ -14,9 +14,9 @@ from trimtab.plan import TokenLogprobs
 
 
 class Completion:
-    """One sequence's text and log-probabilities so far. `tokenizer` None: no text is made."""
+    """One sequence's text and log-probabilities so far. `decoder` None: no text is made."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, decoder: Decoder | None) -> None:
         sampling = request.sampling
         self.request = request
         self.text = ""
@@ -25,11 +25,11 @@ class Completion:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # nothing comes before the first token
-        self._tokenizer = tokenizer
+        self._decoder = decoder
         self._detokenizer: IncrementalDetokenizer | None = None
-        if tokenizer is not None:
+        if decoder is not None:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+                decoder, request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
         self._stop = StopStringFinder(sampling.stop)
         self._searched_from = 0  # stop strings count only in text made after min_tokens
@@ -103,7 +103,7 @@ class Completion:
         found: dict[int, Logprob] = {}
         pairs = zip(entry.token_ids.tolist(), entry.logprobs.tolist(), strict=True)
         for place, (token_id, logprob) in enumerate(pairs):
-            text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+            text = None if self._decoder is None else self._decoder.decode([token_id], skip_special_tokens=False)
             found.setdefault(token_id, Logprob(logprob, entry.rank if place == 0 else place, text))
         return found
 
@@ -130,17 +130,20 @@ class UserRequest:
     def output(self) -> RequestOutput:
         requests = [completion.request for completion in self.completions]
         first = self.completions[0]
-        metrics = replace(
-            self.metrics,
-            first_scheduled_s=requests[0].first_scheduled_s,
-            num_preemptions=sum(request.num_preemptions for request in requests),
+        outputs = [completion.output(index) for index, completion in enumerate(self.completions)]
+        metrics = RequestMetrics(  # a copy: outputs given out stay as they are
+            self.metrics.arrival_s,
+            requests[0].first_scheduled_s,
+            self.metrics.first_token_s,
+            self.metrics.last_token_s,
+            sum(request.num_preemptions for request in requests),
         )
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion.output(index) for index, completion in enumerate(self.completions)],
-            finished=self.finished,
+            outputs=outputs,
+            finished=all(completion.finished for completion in outputs),
             prompt_logprobs=None if first.prompt_logprobs is None else list(first.prompt_logprobs),
             num_cached_tokens=requests[0].num_cached_tokens or 0,
             metrics=metrics,

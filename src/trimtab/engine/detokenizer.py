@@ -19,12 +19,17 @@ MAX_HELD_TOKENS = 16
 WINDOW_TOKENS = 8
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    """Token ids to text; the tokenizers of `tokenizers` and of `transformers` are such."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> Any:
+        """A string: the type is left open for libraries that also take batches."""
+
+
+class Tokenizer(Decoder, Protocol):
     """What the engine asks of a tokenizer; those of `transformers` are such."""
 
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class IncrementalDetokenizer:
@@ -36,10 +41,8 @@ class IncrementalDetokenizer:
     character, and nothing else of the prompt.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+        self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
         # The window: context, whose text was given before, then tokens whose text is given in part. `_given` counts
         # the characters of both.
@@ -96,4 +99,4 @@ class IncrementalDetokenizer:
             size *= 2
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

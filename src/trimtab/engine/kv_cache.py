@@ -88,6 +88,7 @@ class KVCacheAllocator:
         self.pool = BlockPool(kv_cache.num_blocks)
         self.stats = PrefixCacheStats()
         self._namer = ContentNamer(weights_version, key_function)
+        self._no_blocks: tuple[list[int], ...] = tuple([] for _ in self.windows)
 
     @property
     def num_groups(self) -> int:
@@ -148,13 +149,15 @@ class KVCacheAllocator:
 
     def extend(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
         """Room for the next `num_tokens` positions: the new block ids per group, or None if the pool is too empty."""
+        num_blocks = -(-(request.num_planned + num_tokens) // self.block_size)
+        if num_blocks <= len(request.block_tables[0]):
+            return self._no_blocks  # all tables are equally long
         for group, window in enumerate(self.windows):
             self._leave_behind(request, group, self._first_needed(request.num_planned, window))
-        num_blocks = -(-(request.num_planned + num_tokens) // self.block_size)
-        missing = [max(num_blocks - len(table), 0) for table in request.block_tables]
-        if sum(missing) > self.pool.num_free:
+        missing = num_blocks - len(request.block_tables[0])
+        if missing * self.num_groups > self.pool.num_free:
             return None
-        new_blocks = tuple(self.pool.allocate(count) for count in missing)
+        new_blocks = tuple(self.pool.allocate(missing) for _ in self.windows)
         for table, blocks in zip(request.block_tables, new_blocks, strict=True):
             table.extend(blocks)
         return new_blocks

@@ -111,12 +111,13 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            num_tokens = min(request.num_ready, budget)
+            num_ready = request.num_ready
+            num_tokens = min(num_ready, budget)
             if num_tokens > 0:
                 new_blocks = self._extend_or_preempt(request, num_tokens)
                 if new_blocks is None:
                     break  # it was the last in line and gave way itself
-                self._launch(request, num_tokens, new_blocks, plan, parts)
+                self._launch(request, num_tokens, num_tokens == num_ready, new_blocks, plan, parts)
                 budget -= num_tokens
             index += 1
         return budget
@@ -140,12 +141,13 @@ class Scheduler:
             # A preempted request's last step brings a token it must start again with.
             if request.num_in_flight or not self._admit(request):
                 break
-            num_tokens = min(request.num_ready, budget)
+            num_ready = request.num_ready
+            num_tokens = min(num_ready, budget)
             new_blocks = self.allocator.extend(request, num_tokens)
             assert new_blocks is not None, "admission counted these blocks as free"
             tables = tuple(list(table) for table in request.block_tables)  # prefix hits included: the row starts empty
             self._open_row(request, plan)
-            self._launch(request, num_tokens, tables, plan, parts)
+            self._launch(request, num_tokens, num_tokens == num_ready, tables, plan, parts)
             budget -= num_tokens
         self.waiting[:0] = held_back
 
@@ -213,12 +215,12 @@ class Scheduler:
         self,
         request: Request,
         num_tokens: int,
+        samples: bool,
         new_blocks: tuple[list[int], ...],
         plan: StepPlan,
         parts: list[_Launched],
     ) -> None:
         assert request.row is not None, f"request {request.request_id} runs without a row"
-        samples = num_tokens == request.num_ready
         scheduled = ScheduledRow(request.row, request.num_planned, num_tokens, samples, new_blocks)
         plan.scheduled.append(scheduled)
         parts.append(_Launched(request, scheduled))

@@ -35,7 +35,8 @@ def check_accounts(scheduler: Scheduler) -> None:
     running, waiting = scheduler.running, scheduler.waiting
     assert not set(running) & set(waiting), "a request waits and runs"
     assert [r.arrival for r in waiting] == sorted(r.arrival for r in waiting), "the queue is out of order"
-    rows = [request.row for request in running]
+    rows = [request.row for request in running if request.row is not None]
+    assert len(rows) == len(running), "a request runs without a row"
     assert sorted([*rows, *scheduler._free_rows]) == list(range(scheduler.config.max_num_seqs)), "rows lost or doubled"
     for request in waiting:
         assert request.row is None and not request.block_tables, f"{request.request_id} waits and holds things"
