@@ -143,7 +143,7 @@ class DenseModel:
 def _halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows of a query or key projection from llama.cpp's order into Hugging Face's.
 
-    llama.cpp rotates neighbours (0,1), (2,3), ...; Hugging Face rotates row i with row i + head_size / 2, so within each
-    head the even rows come first and then the odd ones.
+    llama.cpp rotates neighbours (0,1), (2,3), ...; Hugging Face rotates row i with row i + head_size / 2, so within
+    each head the even rows come first and then the odd ones.
     """
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)

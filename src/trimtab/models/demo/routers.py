@@ -2,6 +2,7 @@
 
 # N calibration tokens  H hidden size  E experts
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,18 +26,16 @@ def make_routers(
 ) -> list[torch.Tensor]:
     """A router weight [E, H] (float32) for every layer, the same for the same texts and number of experts.
 
-    `on_step(done, total)` is called as the work goes on.
+    `on_step(done, total)` is called as the work goes on, from worker threads.
     """
     num_layers = dense.shape.num_layers
     batches = [_token_batch(dense, passages) for passages in texts.values()]
     tensors = _all_tensors(dense)
     models = [_dense_model(dense.shape, tensors) for _ in batches]  # they share their weights
-    num_done = 0
+    steps = itertools.count(1)  # taken from by several threads
 
     def count() -> None:
-        nonlocal num_done
-        num_done += 1
-        on_step(num_done, (len(batches) + 1) * num_layers)
+        on_step(next(steps), (len(batches) + 1) * num_layers)
 
     def read(model: LlamaModel, token_ids: torch.Tensor) -> list[torch.Tensor]:
         with torch.inference_mode():
@@ -131,7 +130,6 @@ def _dense_model(shape: DenseShape, tensors: dict[str, torch.Tensor]) -> LlamaMo
         max_position_embeddings=shape.max_position,
         rms_norm_eps=shape.norm_epsilon,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        attn_implementation="sdpa",
     )
     with torch.device("meta"):
         model = LlamaModel(config)
@@ -150,7 +148,7 @@ def _ffn_inputs(model: LlamaModel, token_ids: torch.Tensor, on_layer: Callable[[
         on_layer()
 
     for layer in model.layers:
-        layer.mlp.register_forward_pre_hook(see)
+        layer.get_submodule("mlp").register_forward_pre_hook(see)
     model(input_ids=token_ids, use_cache=False)
     return inputs
 

@@ -1,4 +1,4 @@
-"""Sparse upcycling: one dense FFN becomes many nearly equal experts behind a router, written as a Mixtral checkpoint."""
+"""Sparse upcycling: a dense FFN becomes many nearly equal experts behind a router, written as a Mixtral checkpoint."""
 
 import json
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def _write_shards(
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for shard_idx, start in enumerate(starts):
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         if start == 0:
             tensors |= {name: tensor.to(dtype) for name, tensor in dense.outer_tensors().items()}
         for layer_id in range(start, min(start + shard_layers, num_layers)):
