@@ -132,7 +132,8 @@ class ExpertFormat(Protocol):
     layout; `decode` returns to it and raises ValueError when one is missing or unexpected.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def specs(self, shape: ExpertShape) -> dict[str, TensorSpec]: ...
 

@@ -9,6 +9,7 @@ Row-invariant where the packed linears are (see `trimtab.kernels.linear`) and th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class PortableExpertKernel:
         # Index 0 counts the dropped pairs; after the sort they come first.
         ends = torch.bincount(flat + 1, minlength=self.num_slots + 1).cumsum(0).tolist()
         partial = self._partials(num_tokens * top_k)
-        for slot, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        for slot, (start, end) in enumerate(pairwise(ends)):
             if start < end:
                 rows = hidden.index_select(0, tokens[start:end])
                 partial.index_copy_(0, order[start:end], self._run_expert(self._expert(slot), rows))
