@@ -1,4 +1,4 @@
-"""The demo model: upcycled right, the same every time, cached whole or not at all. A tiny GGUF file stands in for SmolLM2."""
+"""The demo model: upcycled right, the same every time, cached whole or not at all. A tiny GGUF stands in for SmolLM2."""
 
 import hashlib
 import json
