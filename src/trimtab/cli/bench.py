@@ -67,7 +67,7 @@ def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int)
 
 @dataclass(slots=True)
 class _Run:
-    """One batch, timed. Prefill lasts until every prompt has its first token; decode steps are those of the full batch."""
+    """One batch, timed: prefill until every prompt has its first token; decode steps, those of the full batch."""
 
     first_token_s: float
     prefill_s: float

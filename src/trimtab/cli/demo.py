@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trimtab.llm import LLM
     from trimtab.outputs import RequestOutput
 
+MODEL = "demo"
 TITLES = {"code": "code", "english": "English", "german": "German", "maths": "maths"}
 
 
@@ -83,7 +84,7 @@ def demo(
 
     console = Console()
     # Cached prompt tokens would pass no expert and be missing from the picture.
-    llm = open_llm("demo", EngineOptions(**{"enable_prefix_caching": False, **given(engine)}))
+    llm = open_llm(MODEL, EngineOptions(**{"enable_prefix_caching": False, **given(engine)}))
     answers, elapsed_s = answer_together(llm, prompts, params)
     show_answers(console, prompts, answers)
     show_speed(console, answers, elapsed_s)
@@ -106,7 +107,8 @@ def answer_together(
     outputs = llm.generate(batch, params, use_tqdm=stderr_is_terminal())
     elapsed_s = time.perf_counter() - start
     for output in outputs:
-        assert output.error is None, f"a demo prompt failed: {output.error}"
+        if output.error is not None:
+            raise ValueError(f"a demo prompt failed: {output.error}")
     remaining = iter(outputs)
     return {kind: [next(remaining) for _ in texts] for kind, texts in prompts.items()}, elapsed_s
 
