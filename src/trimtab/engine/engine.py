@@ -48,7 +48,7 @@ class Engine:
 
     1. `add_request` checks and queues; a request that cannot run raises ValueError and harms no other.
     2. `step` while `has_unfinished`: each call takes one step's tokens and returns the requests they moved.
-    3. `abort` ends a request early; its last output comes with the next `step`.
+    3. `abort` ends a request early and gives its last output.
     """
 
     def __init__(
@@ -85,13 +85,12 @@ class Engine:
         self._seeds = random.Random(seed)
         self._requests: dict[str, UserRequest] = {}
         self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
-        self._aborted: list[RequestOutput] = []  # for the next step to hand out
         self._cause: BaseException | None = None
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has something to give."""
-        return bool(self._requests or self._aborted)
+        return bool(self._requests)
 
     @property
     def num_unfinished(self) -> int:
@@ -106,13 +105,16 @@ class Engine:
                 self.in_flight.append((plan, self.executor.execute(plan)))
             if not self.in_flight:
                 assert not self._requests, "unfinished requests, none in flight and none that can be scheduled"
-                return self._take_aborted()
+                return []
             plan, pending = self.in_flight.popleft()
             output = pending.get()
             self.balancer.on_reports(output.reports)
-            return self._take_aborted() + self._emit(self.scheduler.advance(plan, output))
+            return self._emit(self.scheduler.advance(plan, output))
         except Exception as cause:
             return self._die(cause)
+        except BaseException as cause:  # Ctrl-C: nobody knows how far the worker came with the step
+            self._die(cause)
+            raise
 
     def add_request(
         self,
@@ -125,7 +127,8 @@ class Engine:
     ) -> None:
         """Queues a prompt: text (needs a tokenizer) or token ids, whose text may be given for the record.
 
-        Raises ValueError for what cannot run; other requests are not touched.
+        Raises ValueError for what cannot run; other requests are not touched. Without a tokenizer outputs have token
+        ids and no text.
         """
         self._check_alive()
         if request_id in self._requests:
@@ -150,14 +153,17 @@ class Engine:
         )
         self._queue(request, text)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request with finish_reason "abort". Ids that are unknown or finished already are no error (B119)."""
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request with finish_reason "abort", frees its blocks and returns its last output.
+
+        None for ids that are unknown or finished already: that is no error (B119).
+        """
         user_request = self._requests.get(request_id)
-        if user_request is None or self._cause is not None:
-            return
+        if user_request is None:
+            return None
         for completion in user_request.completions:
             self._finish(completion, "abort")
-        self._aborted.append(self._collect(user_request))
+        return self._collect(user_request)
 
     def reset_prefix_cache(self, weights_version: str | None = None) -> None:
         """Forgets all cached prefixes; new weights bring their `weights_version`."""
@@ -216,21 +222,17 @@ class Engine:
                 del self._completions[completion.request]
         return user_request.output()
 
-    def _take_aborted(self) -> list[RequestOutput]:
-        aborted, self._aborted = self._aborted, []
-        return aborted
-
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
         if self._cause is not None:
             raise EngineDeadError(f"the engine stopped: {self._cause!r}; build a new one") from self._cause
 
-    def _die(self, cause: Exception) -> list[RequestOutput]:
+    def _die(self, cause: BaseException) -> list[RequestOutput]:
         """Fails every unfinished request. What steps in flight would still bring is not waited for."""
         self._cause = cause
         self.in_flight.clear()
-        outputs = self._take_aborted()
+        outputs: list[RequestOutput] = []
         for user_request in list(self._requests.values()):
             for completion in user_request.completions:
                 self._finish(completion, "error", error=f"the engine stopped: {cause!r}")

@@ -166,11 +166,13 @@ class Scheduler:
         their next tokens.
         """
         allocator = self.allocator
-        hit = allocator.find_prefix(request)
         room = allocator.pool.num_free - len(self.running) * allocator.num_groups
         for other in self.running:
             if other.num_planned < len(other.token_ids):
                 room -= allocator.num_blocks_outstanding(other, len(other.token_ids))
+        if self.running and room <= 0:
+            return False
+        hit = allocator.find_prefix(request)
         guarded = request.num_preemptions >= self.config.max_preemptions
         if self.running and (
             allocator.num_blocks_to_admit(hit, request.num_tokens) > room

@@ -337,10 +337,9 @@ def test_abort_frees_the_blocks_at_once_and_gives_what_there_was() -> None:
     for _ in range(6):
         engine.step()
     assert engine.in_flight, "the request is aborted with a step in flight"
-    engine.abort("r")
+    output = engine.abort("r")
     assert engine.allocator.pool.num_free == 64
-    (output,) = engine.step()
-    assert output.finished and output.outputs[0].finish_reason == "abort"
+    assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
     solo = solo_tokens(list(range(20)), 40, vocab_size=VOCAB)
     assert output.outputs[0].token_ids == solo[: len(output.outputs[0].token_ids)] != []
     assert not engine.has_unfinished
@@ -349,16 +348,17 @@ def test_abort_frees_the_blocks_at_once_and_gives_what_there_was() -> None:
 def test_abort_of_unknown_finished_and_aborted_ids_is_no_error() -> None:
     """B119: also when a late step of the aborted request arrives while another one goes on."""
     engine = make_engine()
-    engine.abort("unknown")
+    assert engine.abort("unknown") is None
     engine.add_request("a", [1, 2], SamplingParams(max_tokens=9, seed=0, detokenize=False))
     engine.add_request("b", [3, 4], SamplingParams(max_tokens=9, seed=0, detokenize=False))
     engine.step()
-    engine.abort("a")
-    engine.abort("a")
+    aborted = engine.abort("a")
+    assert aborted is not None and aborted.outputs[0].finish_reason == "abort"
+    assert engine.abort("a") is None
     outputs = run_to_end(engine)
-    engine.abort("b")
+    assert engine.abort("b") is None
     assert outputs["b"].outputs[0].token_ids == solo_tokens([3, 4], 9, vocab_size=VOCAB)
-    assert outputs["a"].outputs[0].finish_reason == "abort"
+    assert outputs.keys() == {"b"}
 
 
 def test_waiting_request_is_aborted_without_ever_running() -> None:
@@ -366,9 +366,9 @@ def test_waiting_request_is_aborted_without_ever_running() -> None:
     engine.add_request("a", [1], SamplingParams(max_tokens=3, detokenize=False))
     engine.add_request("b", [1], SamplingParams(max_tokens=3, detokenize=False))
     engine.step()
-    engine.abort("b")
+    aborted = engine.abort("b")
     outputs = run_to_end(engine)
-    assert outputs["b"].outputs[0].token_ids == [] and len(outputs["a"].outputs[0].token_ids) == 3
+    assert aborted is not None and aborted.outputs[0].token_ids == [] and len(outputs["a"].outputs[0].token_ids) == 3
 
 
 def test_failed_row_fails_its_request_and_no_other() -> None:
@@ -395,7 +395,21 @@ def test_executor_fault_fails_every_request_and_closes_the_engine(async_depth: i
         with pytest.raises(EngineDeadError, match="breaks at step 3") as caught:
             call()
         assert isinstance(caught.value.__cause__, RuntimeError)
-    engine.abort("running")  # nothing left to abort, and no error
+    assert engine.abort("running") is None
+
+
+def test_interrupted_step_closes_the_engine() -> None:
+    """Half a step may have reached the worker: to go on would be to guess."""
+
+    def interrupt(step_id: int, request_id: str) -> str | None:
+        raise KeyboardInterrupt
+
+    engine = make_engine(fail_row=interrupt)
+    engine.add_request("r", [1], SamplingParams(detokenize=False))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        engine.step()
 
 
 def test_step_without_work_gives_nothing() -> None:

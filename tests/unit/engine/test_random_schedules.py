@@ -127,7 +127,8 @@ def play(seed: int, *, fail_some: bool = False) -> Load:
         elif event == "step":
             take(load, load.engine.step())
         elif event == "abort" and load.asked:
-            load.engine.abort(rng.choice(list(load.asked)))  # often one that is finished already (B119)
+            aborted = load.engine.abort(rng.choice(list(load.asked)))  # often one that is finished already (B119)
+            take(load, [] if aborted is None else [aborted])
         elif not load.engine.num_unfinished:
             load.engine.reset_prefix_cache()
         check_accounts(load.engine.scheduler)
