@@ -22,13 +22,19 @@ class NoCapture:
         return None
 
 
+class HasCapture(Protocol):
+    """A layer whose capture can be exchanged."""
+
+    capture: Capture
+
+
 class ExpertUsage:
     """Counts tokens per [layer, expert] on the host while attached: for pictures and tests."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.counts = torch.zeros(num_layers, num_experts, dtype=torch.int64)
 
-    def record(self, ordinal: int, expert_ids: Tensor) -> None:
+    def add(self, ordinal: int, expert_ids: Tensor) -> None:
         ids = expert_ids.reshape(-1)
         self.counts[ordinal] += torch.bincount(ids[ids >= 0], minlength=self.counts.shape[1])
 
@@ -36,14 +42,22 @@ class ExpertUsage:
         self.counts.zero_()
 
     def attach(self, layers: Sequence[HasCapture]) -> None:
-        """From now on these layers are counted."""
+        """Counts these layers from now on; what captured them before goes on seeing everything."""
         for layer in layers:
-            layer.capture = self
+            layer.capture = _CountingCapture(self, layer.capture)
 
     def detach(self, layers: Sequence[HasCapture]) -> None:
+        """Puts back what `attach` found."""
         for layer in layers:
-            layer.capture = NoCapture()
+            assert isinstance(layer.capture, _CountingCapture), "detach without attach"
+            layer.capture = layer.capture.inner
 
 
-class HasCapture(Protocol):
-    capture: Capture
+class _CountingCapture:
+    def __init__(self, usage: ExpertUsage, inner: Capture) -> None:
+        self.usage = usage
+        self.inner = inner
+
+    def record(self, ordinal: int, expert_ids: Tensor) -> None:
+        self.usage.add(ordinal, expert_ids)
+        self.inner.record(ordinal, expert_ids)
