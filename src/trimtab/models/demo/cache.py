@@ -25,7 +25,7 @@ from trimtab.models.demo.progress import BuildProgress, progress_bar
 RECIPE_VERSION = 1  # raise it when the same parameters give other bytes
 
 # Enough that no two experts are equal, so that routing matters to every bit of the output; little enough that the text
-# stays the dense model's (measured in docs/log.md).
+# stays the dense model's: two experts' noises average out to about 3 % of the weights' spread, under Q4_1's own error.
 DEFAULT_NOISE = 0.04
 
 DTYPES = ("bfloat16", "float16", "float32")

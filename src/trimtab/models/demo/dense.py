@@ -1,6 +1,6 @@
 """The dense source model read from its GGUF file: float32 tensors under Hugging Face names, tokenizer, chat template.
 
-transformers can read GGUF too, but needs `accelerate` for it and loses this tokenizer's digit splitting.
+transformers can read GGUF too, but needs `accelerate` for it and drops the tokenizer's digit splitting when saving it.
 """
 
 import json
