@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.plan import TokenLogprobs
-from trimtab.runner.candidates import RowMass, top_tokens
+from trimtab.runner.candidates import RowMass, block_maxima, top_tokens
 
 # Rows worked on at a time: bounds the scratch memory when a long prompt's log-probabilities are asked for.
 ROWS_AT_A_TIME = 64
@@ -54,12 +54,14 @@ def _rows_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     chosen_ids = token_ids.unsqueeze(1)
     chosen = logits.gather(1, chosen_ids)
-    peak = logits.amax(dim=1, keepdim=True)
+    maxima = block_maxima(logits)
+    peak = maxima.amax(dim=1, keepdim=True)
     log_total = RowMass(logits, peak).total.log()
     ids, values = chosen_ids, chosen
     if num_logprobs:
-        top_values, top_ids = top_tokens(logits, num_logprobs)
+        top_values, top_ids = top_tokens(logits, maxima, num_logprobs)
         ids, values = torch.cat([chosen_ids, top_ids], dim=1), torch.cat([chosen, top_values], dim=1)
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < chosen_ids
-    ranks = 1 + (logits > chosen).sum(dim=1) + ((logits == chosen) & lower_ids).sum(dim=1)
+    ahead = (logits > chosen).logical_or_((logits == chosen).logical_and_(lower_ids))
+    ranks = 1 + ahead.sum(dim=1)
     return ids, ((values - peak).double() - log_total).float(), ranks

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 
 from trimtab.plan import StepOutput
-from trimtab.runner.candidates import RowMass, candidate_steps, ordered_candidates
+from trimtab.runner.candidates import (
+    RowMass,
+    block_maxima,
+    candidate_steps,
+    largest_tokens,
+    ordered_candidates,
+    rows_of,
+)
 from trimtab.runner.logprobs import LogprobsTensors, token_logprobs
 from trimtab.runner.sampling_batch import FilteredRows, LogprobsRows, SampledRows, SamplingBatch
 
@@ -71,12 +78,12 @@ class Sampler:
             logits.masked_fill_(~grammar_masks, -math.inf)
         for processor, selected in batch.processors:
             processor.apply(logits, selected)
-        # Of equal logits the first, that is the lowest id. A NaN anywhere in the row becomes its peak.
-        peaks, token_ids = logits.max(dim=-1)
+        maxima = block_maxima(logits)
+        peaks, token_ids = largest_tokens(logits, maxima)
         if batch.unfiltered is not None:
             token_ids[batch.unfiltered.index] = _draw(logits, peaks, batch.unfiltered)
         if batch.filtered is not None:
-            token_ids[batch.filtered.index] = _draw_filtered(logits, peaks, batch.filtered)
+            token_ids[batch.filtered.index] = _draw_filtered(logits, maxima, peaks, batch.filtered)
         logprobs = None
         if batch.logprobs is not None and raw is not None:
             num_logprobs = int(batch.logprobs.num_logprobs.max())
@@ -91,27 +98,22 @@ class Sampler:
             return None
         if batch.processors or grammar_masks is not None:
             return logits.index_select(0, batch.logprobs.index)
-        return _rows(logits, batch.logprobs.index)
-
-
-def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows of an ascending index; no copy when that is all of them."""
-    return tensor if len(index) == len(tensor) else tensor.index_select(0, index)
+        return rows_of(logits, batch.logprobs.index)
 
 
 def _draw(logits: torch.Tensor, peaks: torch.Tensor, rows: SampledRows) -> torch.Tensor:
     """Tokens [n] drawn from the whole vocabulary."""
-    mass = RowMass(_rows(logits, rows.index), peaks[rows.index].unsqueeze(1), rows.temperature)
+    mass = RowMass(rows_of(logits, rows.index), peaks[rows.index].unsqueeze(1), rows.temperature)
     return mass.draw(rows.uniform)[:, 0]
 
 
-def _draw_filtered(logits: torch.Tensor, peaks: torch.Tensor, rows: FilteredRows) -> torch.Tensor:
+def _draw_filtered(logits: torch.Tensor, maxima: torch.Tensor, peaks: torch.Tensor, rows: FilteredRows) -> torch.Tensor:
     """Tokens [n] drawn from what min_p, top_k and top_p leave.
 
     In the order of falling logits each filter keeps a prefix, so the draw needs the candidates only as far as the
     shortest prefix goes: rows that are not settled by the likeliest 64 look at more.
     """
-    logits = _rows(logits, rows.index)
+    logits, maxima = rows_of(logits, rows.index), rows_of(maxima, rows.index)
     vocab_size = logits.shape[1]
     peaks = peaks[rows.index].unsqueeze(1)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -123,16 +125,11 @@ def _draw_filtered(logits: torch.Tensor, peaks: torch.Tensor, rows: FilteredRows
     may_settle = whole_row | (rows.min_p > 0)  # in any step; top_k alone is settled by more candidates than it keeps
     open_rows = torch.arange(len(logits), device=logits.device)
     for size in candidate_steps(vocab_size):
-        # A row's steps are its own: it never skips or adds one because of another row.
-        now = open_rows[
-            (rows.top_k[open_rows, 0] < size)
-            | whole_row[open_rows, 0]
-            | (rows.min_p[open_rows, 0] > 0)
-            | (size == vocab_size)
-        ]
+        # Which steps a row goes through is its own affair: no other row makes it skip or add one.
+        now = open_rows[(may_settle | (rows.top_k < size) | (size == vocab_size))[open_rows, 0]]
         if not len(now):
             continue
-        values, ids = ordered_candidates(_rows(logits, now), size)
+        values, ids = ordered_candidates(rows_of(logits, now), rows_of(maxima, now), size)
         drawn, settled = _draw_prefix(values, peaks[now], rows, now, whole_row[now], total[now], size == vocab_size)
         tokens[now] = ids.gather(1, drawn)[:, 0]
         open_rows = open_rows[~torch.isin(open_rows, now[settled[:, 0]])]

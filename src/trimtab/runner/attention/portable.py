@@ -50,7 +50,6 @@ class _DecodeBatch(NamedTuple):
 
     tokens: torch.Tensor  # int64 [n]
     blocks: torch.Tensor  # int64 [n * blocks per row]
-    skip: int
     length: int
     unwritten: torch.Tensor  # int64: entries of the gathered [n * blocks per row * block_size] that hold no key
     mask: torch.Tensor  # fp32 [n, 1, 1, L]
@@ -234,7 +233,6 @@ def _decode_batch(
     return _DecodeBatch(
         tokens=torch.from_numpy(metadata.query_start_host[rows]),
         blocks=table[torch.tensor(rows).unsqueeze(1), torch.from_numpy(columns)].flatten(),
-        skip=0,
         length=length,
         unwritten=torch.from_numpy(np.flatnonzero(~seen)),
         mask=torch.from_numpy(mask)[:, None, None, :],
@@ -302,24 +300,30 @@ def _attend_softcapped(
     scaling: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """No fused kernel knows softcap: scores of as many queries at a time as fit `DENSE_SCORES`."""
+    """No fused kernel knows softcap: scores of as many queries at a time as fit `DENSE_SCORES`.
+
+    One entry of the leading dimension (a decoding row, or a key/value head of a tile) at a time: the bits of a batched
+    product depend on the size of the batch.
+    """
     batch, heads, num_queries, _ = queries.shape
     num_keys = keys.shape[2]
     attended = queries.new_empty(batch, heads, num_queries, values.shape[-1])
     lse = queries.new_empty(batch, heads, num_queries, dtype=torch.float32)
-    tile = max(1, DENSE_SCORES // (batch * heads * num_keys))
-    for start in range(0, num_queries, tile):
-        part = slice(start, min(start + tile, num_queries))
-        folded = queries[:, :, part].reshape(batch, keys.shape[1], -1, queries.shape[-1])
-        scores = (folded @ keys.transpose(-1, -2)).float().view(batch, heads, -1, num_keys)
-        scores = torch.tanh(scores * (scaling / softcap)) * softcap
-        if mask is not None:
-            scores += mask[..., part, :] if mask.dim() == 2 else mask
-        if causal:
-            hidden = torch.arange(num_keys) > torch.arange(part.start, part.stop).unsqueeze(1)
-            scores.masked_fill_(hidden, float("-inf"))
-        lse[:, :, part] = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse[:, :, part].unsqueeze(-1)).to(values.dtype)
-        folded_weights = weights.view(batch, keys.shape[1], -1, num_keys)
-        attended[:, :, part] = (folded_weights @ values).view(batch, heads, -1, values.shape[-1])
+    tile = max(1, DENSE_SCORES // (heads * num_keys))
+    for entry in range(batch):
+        entry_mask = mask if mask is None or mask.dim() == 2 else mask[entry]
+        for start in range(0, num_queries, tile):
+            part = slice(start, min(start + tile, num_queries))
+            folded = queries[entry, :, part].reshape(keys.shape[1], -1, queries.shape[-1])
+            scores = (folded @ keys[entry].transpose(-1, -2)).float().view(heads, -1, num_keys)
+            scores = torch.tanh(scores * (scaling / softcap)) * softcap
+            if entry_mask is not None:
+                scores += entry_mask[part] if entry_mask.dim() == 2 else entry_mask
+            if causal:
+                hidden = torch.arange(num_keys) > torch.arange(part.start, part.stop).unsqueeze(1)
+                scores.masked_fill_(hidden, float("-inf"))
+            lse[entry, :, part] = torch.logsumexp(scores, dim=-1)
+            weights = torch.exp(scores - lse[entry, :, part].unsqueeze(-1)).to(values.dtype)
+            product = weights.view(keys.shape[1], -1, num_keys) @ values[entry]
+            attended[entry, :, part] = product.view(heads, -1, values.shape[-1])
     return attended, lse
