@@ -73,6 +73,13 @@ def test_inspect_says_why_a_model_is_refused_and_exits_one(checkpoint, capsys, t
     assert "Llama" in facts["reason"]
 
 
+def test_inspect_explains_the_kernels_of_this_machine_without_a_model(capsys):
+    assert run(["inspect", "--kernels", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    assert any(kernel["name"].startswith("linear") for kernel in kernels)
+    assert all(kernel["chosen"] and kernel["reason"] for kernel in kernels)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

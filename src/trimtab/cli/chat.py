@@ -78,11 +78,9 @@ def answer(llm: LLM, conversation: Conversation, params: SamplingParams) -> bool
             for output in stream:
                 error = output.error
                 if output.outputs:
-                    text = output.outputs[0].text
-                    # The newest characters may still change while a multi-byte one is being put together.
-                    if text.startswith(said):
-                        print(text[len(said) :], end="", flush=True)
-                        said = text
+                    text = output.outputs[0].text  # the whole of it so far
+                    print(text[len(said) :], end="", flush=True)
+                    said = text
                 if stop.raised:
                     break
         except ValueError as fault:

@@ -158,12 +158,6 @@ def _print_rows(title: str, lines: list[tuple[str, str]]) -> None:
     console.print(table)
 
 
-def _kernel_rows() -> list[tuple[str, str]]:
-    from trimtab.kernels.features import describe_kernels
-
-    return [(name, f"{chosen}: {reason}") for name, chosen, reason in describe_kernels()]
-
-
 def inspect(
     model: str | None = None,
     /,
@@ -199,14 +193,21 @@ def inspect(
     lines: list[tuple[str, str]] = []
     if model is not None:
         facts, lines = _look_at(model, dtype, data_parallel_size, num_redundant_experts)
-    kernel_rows = _kernel_rows() if kernels else []
+    if kernels:
+        from trimtab.kernels.features import describe_kernels
+
+        kernel_choices = describe_kernels()
     if json_output:
-        print(json.dumps({**facts, **({"kernels": dict(kernel_rows)} if kernels else {})}, indent=2))
+        if kernels:
+            facts["kernels"] = [
+                dict(zip(("name", "chosen", "reason"), choice, strict=True)) for choice in kernel_choices
+            ]
+        print(json.dumps(facts, indent=2))
     else:
         if facts:
             _print_rows(facts["path"], lines)
-        if kernel_rows:
-            _print_rows("kernels", kernel_rows)
+        if kernels:
+            _print_rows("kernels", [(name, f"{chosen} ({reason})") for name, chosen, reason in kernel_choices])
     return EXIT_UNSUPPORTED if facts.get("supported") is False else 0
 
 

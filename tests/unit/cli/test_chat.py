@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trimtab.cli.chat import Conversation, answer, converse, obey
+from trimtab.cli.chat import Conversation, answer, converse, obey, read_turns
 from trimtab.sampling_params import SamplingParams
 from trimtab.testing.scripted_llm import ScriptedLLM
 
@@ -94,3 +94,17 @@ def test_a_second_ctrl_c_ends_the_program(capsys):
     conversation.say("user", "go")
     with pytest.raises(KeyboardInterrupt):
         answer(Stuck(echo), conversation, PARAMS)
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(monkeypatch, capsys):
+    typed = iter([KeyboardInterrupt(), "hello", EOFError()])
+
+    def fake_input(prompt):
+        event = next(typed)
+        if isinstance(event, BaseException):
+            raise event
+        return event
+
+    monkeypatch.setattr("builtins.input", fake_input)
+    assert list(read_turns(interactive=True)) == ["hello"]
+    assert "Ctrl-D leaves" in capsys.readouterr().out
