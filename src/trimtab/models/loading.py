@@ -149,7 +149,7 @@ class _Loader:
         """One layer at a time, so that never more than one weight is held twice."""
         shared = self._shared_storage()
         for name, module in list(self.network.named_modules()):
-            if type(module) is not nn.Linear:
+            if type(module) is not nn.Linear or name in self.spec.plain_linears:
                 continue
             packed = pack_linear(
                 module.weight.detach(),

@@ -16,6 +16,10 @@ from trimtab.models import attention_plug, experts_plug
 from trimtab.models.errors import CheckpointError, UnsupportedModelError
 
 CONFIG_FILE = "config.json"
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+
+# Families that a trial forward on the meta device cannot tell from a supported one (see `trimtab.models.sweep`).
+REFUSED: dict[str, str] = {}
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -57,6 +61,16 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
             "use an unquantized checkpoint"
         )
     text = config.get_text_config()
+    if text is not config:
+        raise UnsupportedModelError(f"{named or config.model_type} has more than a text part; only text models can run")
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_KINDS}
+    if kinds:
+        raise UnsupportedModelError(
+            f"{named or config.model_type} has layers of kind {', '.join(sorted(map(str, kinds)))}; "
+            f"only {' and '.join(_LAYER_KINDS)} can run"
+        )
+    if config.model_type in REFUSED:
+        raise UnsupportedModelError(f"{named or config.model_type} is not supported: {REFUSED[config.model_type]}")
     if not getattr(text, "is_causal", True) or getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{named or config.model_type} is an encoder; only decoders can be served")
 

@@ -60,6 +60,7 @@ class Probe:
     attention_layers: list[AttentionSpec] = field(default_factory=list)
     moe_layers: list[MoESpec] = field(default_factory=list)
     checked_masks: list[MaskTag] = field(default_factory=list)
+    plain_linears: set[str] = field(default_factory=set)  # linear layers whose weight the network itself reads
 
     def attention(
         self,
@@ -126,8 +127,11 @@ class Probe:
 def probe_network(network: PreTrainedModel, name: str) -> Probe:
     """Runs `network` (on the meta device, built with this module's IMPLEMENTATION). Raises UnsupportedModelError."""
     probe = Probe({id(module): module_name for module_name, module in network.named_modules()})
+    _refuse_convolutions(network, name)
     for module in network.modules():
         object.__setattr__(module, _BOUND, probe)
+        if type(module) is nn.Linear:
+            module.__class__ = _WatchedLinear
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(_NUM_TOKENS, device="meta")[None]
     rows = torch.arange(2, device="meta")
@@ -138,10 +142,14 @@ def probe_network(network: PreTrainedModel, name: str) -> Probe:
         raise UnsupportedModelError(f"{name} is not supported: {error}") from error
     except Exception as error:  # whatever a network does that a packed batch without a cache cannot serve
         reason = str(error).strip().split("\n")[0]
+        if MaskTag.__name__ in reason:
+            reason = "it computes with its mask, as sparse-attention indexers do"
         raise UnsupportedModelError(f"{name} is not supported: a trial forward failed ({reason})") from error
     finally:
         for module in network.modules():
             object.__delattr__(module, _BOUND)
+            if type(module) is _WatchedLinear:
+                module.__class__ = nn.Linear
     _check(probe, network, name, output.logits)
     return probe
 
@@ -169,6 +177,13 @@ def _check(probe: Probe, network: PreTrainedModel, name: str, logits: Tensor) ->
         raise UnsupportedModelError(f"{name} is not supported: its logits cannot be had for chosen rows alone")
 
 
+def _refuse_convolutions(network: PreTrainedModel, name: str) -> None:
+    """Layers that mix neighbouring tokens would mix the sequences of a packed batch and need a state per request."""
+    for module_name, module in network.named_modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase):
+            raise UnsupportedModelError(f"{name} is not supported: {module_name} mixes tokens outside of attention")
+
+
 def _refuse_other_masks(name: str, mask: MaskTag) -> None:
     """Asks transformers' predicate about positions around the window's edge: it must be causal and nothing else."""
     if mask.custom:
@@ -190,6 +205,21 @@ def _refuse_other_masks(name: str, mask: MaskTag) -> None:
 def _layer_id(module_name: str, ordinal: int) -> int:
     found = re.search(r"\.(\d+)\.", module_name)
     return int(found.group(1)) if found else ordinal
+
+
+class _WatchedLinear(nn.Linear):
+    """Notes when anything but its own forward reads its weight: such a layer cannot be packed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return nn.functional.linear(x, weight, self._parameters["bias"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            probe: Probe = self.__dict__[_BOUND]
+            probe.plain_linears.add(probe.names[id(self)])
+        return super().__getattr__(name)
 
 
 class _YesMode(TorchDispatchMode):

@@ -15,7 +15,7 @@ from trimtab.models import probe
 from trimtab.models.checkpoint import Checkpoint
 from trimtab.models.errors import CheckpointError, UnsupportedModelError
 from trimtab.models.network import build_network, parameter_dtypes, read_config
-from trimtab.models.probe import AttentionSpec, MoESpec, probe_network
+from trimtab.models.probe import AttentionSpec, MoESpec, Probe, probe_network
 from trimtab.models.weight_map import map_weights
 
 __all__ = ["AttentionSpec", "CheckpointError", "MoESpec", "ModelSpec", "UnsupportedModelError", "read_spec"]
@@ -41,6 +41,7 @@ class ModelSpec:
     num_parameters: int
     num_active_parameters: int  # of those, how many one token passes through
     num_bytes: int  # of the weights as loaded by one rank that holds every expert once
+    plain_linears: frozenset[str] = frozenset()  # linear layers whose weight the network itself reads: not packed
 
     @property
     def num_expert_bytes(self) -> int:
@@ -58,10 +59,8 @@ def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
     path = Path(path)
     config = read_config(path)
     name = networks.network_class(config).__name__
-    probe.register()
     found_dtype = _choose_dtype(config, dtype)
-    trial = build_network(config, found_dtype, probe.IMPLEMENTATION)
-    probed = probe_network(trial, name)
+    trial, probed = probe_config(config, found_dtype)
     checkpoint = Checkpoint.open(path)
     weights = map_weights(trial, checkpoint)
     if dtype == "auto" and getattr(config, "dtype", None) is None:
@@ -84,7 +83,15 @@ def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
         num_parameters=sizes[0],
         num_active_parameters=sizes[0] - inactive,
         num_bytes=sizes[1],
+        plain_linears=frozenset(probed.plain_linears),
     )
+
+
+def probe_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Probe]:
+    """The network on the meta device and what a forward of it calls. Raises UnsupportedModelError."""
+    probe.register()
+    trial = build_network(config, dtype, probe.IMPLEMENTATION)
+    return trial, probe_network(trial, networks.network_class(config).__name__)
 
 
 def _choose_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:

@@ -34,6 +34,7 @@ _TINY: dict[str, Any] = {
     "num_experts": 8,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
     "max_position_embeddings": 512,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -45,6 +46,14 @@ _TINY: dict[str, Any] = {
     "eos_token_id": 257,
     "tie_word_embeddings": False,
 }
+# Taken only where the family's default is a number.
+_TINY_WHERE_SET: dict[str, Any] = {
+    "sliding_window": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "gpt_oss": {
@@ -53,6 +62,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 16,
+        "global_head_dim": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1},
     "deepseek_v3": {
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
@@ -106,11 +126,33 @@ def make_tiny_checkpoint(
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """The family's own defaults, shrunk."""
     config_class = CONFIG_MAPPING[family]
-    known = config_class().to_dict()
+    config = config_class()
+    if config.get_text_config() is not config:
+        return config
+    known = config.to_dict()
     shrunk = {name: value for name, value in _TINY.items() if name in known or name == "pad_token_id"}
-    if "qk_rope_head_dim" in known:  # such a configuration derives head_dim itself
+    shrunk |= {name: value for name, value in _TINY_WHERE_SET.items() if isinstance(known.get(name), int)}
+    if known.get("kv_lora_rank"):  # latent attention: one key head per head, and head_dim follows from the parts
+        shrunk["num_key_value_heads"] = shrunk["num_attention_heads"]
         shrunk.pop("head_dim", None)
+    shrunk |= _one_layer_of_each_kind(known)
     return config_class(**{**shrunk, **_FAMILIES.get(family, {}), **overrides})
+
+
+def _one_layer_of_each_kind(known: dict[str, Any]) -> dict[str, Any]:
+    """Per-layer lists of the defaults, cut to one layer of each combination they contain."""
+    num_layers = known.get("num_hidden_layers")
+    lists = {
+        name: value for name, value in known.items() if isinstance(value, list) and value and len(value) == num_layers
+    }
+    kinds: dict[str, int] = {}
+    for layer, kind in enumerate(zip(*lists.values(), strict=True)):
+        kinds.setdefault(repr(kind), layer)
+    chosen = list(kinds.values())[:6]
+    if not chosen:
+        return {}
+    chosen = chosen * 2 if len(chosen) == 1 else chosen
+    return {"num_hidden_layers": len(chosen)} | {name: [value[i] for i in chosen] for name, value in lists.items()}
 
 
 def make_tiny_network(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
