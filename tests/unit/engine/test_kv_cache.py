@@ -87,6 +87,19 @@ def test_new_weights_find_nothing_of_the_old_ones_even_what_is_published_later()
     assert start(allocator, back) == 0
 
 
+def test_request_that_looked_nothing_up_publishes_under_the_weights_it_started_with() -> None:
+    allocator = make_allocator()
+    old = make_request(list(range(12)))
+    old.sampling = SamplingParams(prompt_logprobs=0)
+    start(allocator, old)
+    allocator.extend(old, 8)
+    old.num_planned = 8  # in flight with the old weights
+    allocator.reset_prefix_cache(weights_version="2")
+    old.num_computed = 8
+    allocator.publish(old)
+    assert start(allocator, make_request(list(range(12)))) == 0
+
+
 def test_window_gives_back_the_blocks_it_left_behind() -> None:
     allocator = make_allocator((None, 5))
     request = prefill(allocator, list(range(16)))
@@ -122,6 +135,14 @@ def test_hit_shrinks_to_where_every_group_has_what_it_needs() -> None:
     request = make_request([*prompt, 99])
     assert start(allocator, request) == 12
     assert request.block_tables[1][:2] == [NULL_BLOCK] * 2 and len(request.block_tables[1]) == 3
+
+
+def test_end_of_a_released_sequence_is_overwritten_first() -> None:
+    """Its beginning is what others are likely to share."""
+    allocator = make_allocator(num_blocks=5)
+    allocator.release(prefill(allocator, list(range(16))))
+    allocator.pool.allocate(2)
+    assert start(allocator, make_request(list(range(17)))) == 8
 
 
 def test_statistics_count_first_admissions_only() -> None:

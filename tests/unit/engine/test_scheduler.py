@@ -139,6 +139,24 @@ def test_prompt_that_finds_no_room_for_all_its_tokens_waits() -> None:
     assert plan_of(scheduler).open_rows == []
 
 
+def test_blocks_that_running_requests_are_about_to_need_are_not_given_away() -> None:
+    for num_blocks, num_opened in ((6, 0), (7, 1)):
+        scheduler = make_scheduler(num_blocks)
+        add(scheduler, "a", 4)
+        arrive(scheduler, plan_of(scheduler))
+        add(scheduler, "b", 12)  # needs three blocks; "a" has taken two, and one more stays free for it
+        assert len(plan_of(scheduler).open_rows) == num_opened
+
+
+def test_blocks_that_a_half_prefilled_prompt_still_needs_are_not_given_away() -> None:
+    scheduler = make_scheduler(num_blocks=9)
+    add(scheduler, "a", 21)  # six blocks, two of them in the first step
+    plan_of(scheduler)
+    add(scheduler, "b", 8)
+    arrived = [plan_of(scheduler), plan_of(scheduler)]
+    assert [plan.open_rows for plan in arrived] == [[], []]
+
+
 def test_siblings_wait_for_the_first_one_s_prompt_and_share_its_blocks() -> None:
     scheduler = make_scheduler()
     first, second, third = spawn(Request("a", list(range(9)), SamplingParams(n=3), seed=2**63 - 1, max_total_tokens=12))
