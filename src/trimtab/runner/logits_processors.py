@@ -18,7 +18,7 @@ MASKED = float("-inf")
 class SelectedRow(NamedTuple):
     """A row of the batch that uses a feature."""
 
-    index: int  # in the batch
+    batch_index: int
     row: int  # in the request table
     position: int  # of the token to be drawn: the row's first `position` tokens are known
     setting: Any  # the processor's own, as `setting` returned it
@@ -83,7 +83,8 @@ class BadWords(LogitsProcessor):
     """`bad_words`: the last token of a forbidden sequence is masked where the output ends in the rest of it."""
 
     def setting(self, opened: OpenRow) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        words = [word for word in opened.bad_word_token_ids if word]
+        # A word with an id outside the vocabulary (a tokenizer may know more tokens than the model) cannot be written.
+        words = [word for word in opened.bad_word_token_ids if word and max(word) < self.vocab_size]
         if not words:
             return None
         # Prefixes right-aligned; -1 stands for "no token asked for here".

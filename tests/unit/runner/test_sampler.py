@@ -306,7 +306,7 @@ def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
 def test_bad_words_mask_the_token_that_would_complete_them() -> None:
     logits = [0.0, 1.0, 2.0, 3.0]
     assert greedy_token(logits, bad_words=[[3]]) == 2
-    assert greedy_token(logits, bad_words=[[1, 2, 3], [2]], output=[0, 1, 2]) == 1
+    assert greedy_token(logits, bad_words=[[1, 2, 3], [2], [99], []], output=[0, 1, 2]) == 1
     assert greedy_token(logits, bad_words=[[1, 2, 3]], output=[2, 1]) == 3
     assert greedy_token(logits, bad_words=[[1, 3]], output=[0, 0, 1]) == 2
     # The prompt's tokens are no part of the output.
@@ -331,6 +331,17 @@ def test_a_grammar_mask_forbids_tokens() -> None:
     output = rows.sample(torch.tensor([[0.0, 1.0, 2.0], [5.0, 5.0, 0.0]]), masks=masks)
     assert output.token_ids == {0: 1, 1: 2}
     assert output.logprobs[0].rank == 2  # of the model's own logits
+
+
+def test_a_step_in_which_no_row_samples_gives_no_token() -> None:
+    """A step of prompt chunks alone."""
+    rows = Rows(100)
+    rows.open(0)
+    no_rows = np.zeros(0, dtype=np.int64)
+    sampled = Sampler()(torch.zeros(0, 100), rows.table.gather(no_rows, no_rows))
+    output = StepOutput(step_id=0)
+    sampled.report(no_rows, output)
+    assert sampled.token_ids.shape == (0,) and output.token_ids == {} and output.failures == {}
 
 
 # --- failures

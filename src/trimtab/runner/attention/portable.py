@@ -120,7 +120,7 @@ class PortableAttention:
         sink_logits = None if sinks is None else sinks.float().view(shape)
         for batch in prepared.decode:
             keys, values = self._gather(cache, batch.blocks, len(batch.tokens), batch.unwritten)
-            queries = query[batch.tokens].view(-1, *shape, query.shape[-1]).to(self.compute_dtype)
+            queries = self._queries(query[batch.tokens]).view(-1, *shape, query.shape[-1])
             attended, lse = _attend(
                 queries,
                 keys[..., : batch.length, :],
@@ -134,12 +134,17 @@ class PortableAttention:
                 attended = attended * torch.sigmoid(lse - sink_logits).unsqueeze(-1)
             out[batch.tokens] = attended.reshape(-1, num_heads, value_size).to(out.dtype)
         for tile in prepared.tiles:
-            queries = query[tile.start : tile.end].view(-1, *shape, query.shape[-1]).permute(1, 2, 0, 3)
-            attended, lse = self._attend_tile(queries.to(self.compute_dtype), cache, tile, scaling, softcap)
+            queries = self._queries(query[tile.start : tile.end]).view(-1, *shape, query.shape[-1]).permute(1, 2, 0, 3)
+            attended, lse = self._attend_tile(queries, cache, tile, scaling, softcap)
             if sink_logits is not None:
                 attended = attended * torch.sigmoid(lse - sink_logits.unsqueeze(-1)).unsqueeze(-1)
             out[tile.start : tile.end].view(-1, *shape, value_size).copy_(attended.permute(2, 0, 1, 3))
         return out
+
+    def _queries(self, query: torch.Tensor) -> torch.Tensor:
+        """A copy whose strides and alignment are its own: the bits of a product may depend on them, and a model's
+        views have strides that depend on the number of tokens in the step."""
+        return query.to(self.compute_dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _attend_tile(
         self, queries: torch.Tensor, cache: LayerCache, tile: _Tile, scaling: float, softcap: float | None

@@ -89,10 +89,15 @@ class PagedRows:
             np.array(slots),
         )
         self.step.begin({0: metadata})
+        # As models hand them over: heads first in memory.
+        query, key, value = (
+            torch.cat([tokens[row][a:b].transpose(0, 1) for row, a, b in spans], dim=1).transpose(0, 1)
+            for tokens in (self.query, self.key, self.value)
+        )
         out = self.layer(
-            torch.cat([self.query[row][a:b] for row, a, b in spans]),
-            torch.cat([self.key[row][a:b] for row, a, b in spans]),
-            torch.cat([self.value[row][a:b] for row, a, b in spans]),
+            query,
+            key,
+            value,
             scaling=self.scaling,
             window=self.spec.window,
             sinks=self.sinks,
