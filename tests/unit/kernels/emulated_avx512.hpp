@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 
 namespace trimtab {
 namespace {
@@ -44,15 +45,17 @@ inline float emulated_bf16(uint32_t half) {
   return value;
 }
 
+// A library loaded while this variable is set computes bf16 products wrongly: what a self-test must find.
+const bool kInjectedFault = std::getenv("TRIMTAB_INJECTED_FAULT") != nullptr;
+
 // VDPBF16PS: the odd product first, then the even one, each rounded to nearest; denormals (not emulated) are zero.
 inline EmulatedFloats emulated_dpbf16(EmulatedFloats sum, EmulatedWords a, EmulatedWords b) {
   for (int i = 0; i < 16; ++i) {
     const uint32_t x = static_cast<uint32_t>(a[i]);
     const uint32_t y = static_cast<uint32_t>(b[i]);
     sum[i] = __builtin_fmaf(emulated_bf16(x >> 16), emulated_bf16(y >> 16), sum[i]);
-#ifndef TRIMTAB_INJECTED_FAULT
+    if (kInjectedFault) continue;
     sum[i] = __builtin_fmaf(emulated_bf16(x & 0xffffu), emulated_bf16(y & 0xffffu), sum[i]);
-#endif
   }
   return sum;
 }

@@ -170,7 +170,7 @@ def test_unpack_gives_back_every_bit(weight_format, shape):
     native = NativeMoe(KERNELS, shape, 2, weight_format)
     native.pack(1, weights)
     for packed, unpacked in zip(weights, native.unpack(1), strict=True):
-        assert packed is None and unpacked is None or torch.equal(packed, unpacked)
+        assert (packed is None and unpacked is None) or torch.equal(packed, unpacked)
 
 
 def test_missing_biases_come_back_as_zeros():

@@ -1,4 +1,4 @@
-"""Loads the native core and chooses, per weight format, the kernels that this CPU runs and that pass their self-test."""
+"""Loads the native core and chooses, per weight format, kernels that this CPU runs and that pass their self-test."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class NativeKernels:
         return weight_format in self.levels
 
 
-def requested_level(value: str | None) -> Level | None | str:
+def requested_level(value: str | None) -> Level | str | None:
     """`TRIMTAB_NATIVE` as a level, "off", or None when unset. Raises ValueError for any other word."""
     if not value:
         return None
