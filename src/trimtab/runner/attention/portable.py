@@ -77,6 +77,8 @@ class PortableAttention:
     name = "portable"
 
     def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
+        # fp32 over a half-precision cache too. Measured on AVX2 (Zen 3): the bf16 kernel takes 1.2 to 1.8 times as long
+        # for a prompt of 2048 and the same for decoding, and fp32 sums leave the output's rounding as the only loss.
         self.compute_dtype = compute_dtype
         self._workspaces: dict[str, torch.Tensor] = {}
 
