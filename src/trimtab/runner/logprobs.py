@@ -63,5 +63,5 @@ def _rows_logprobs(
         ids, values = torch.cat([chosen_ids, top_ids], dim=1), torch.cat([chosen, top_values], dim=1)
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < chosen_ids
     ahead = (logits > chosen).logical_or_((logits == chosen).logical_and_(lower_ids))
-    ranks = 1 + ahead.sum(dim=1)
+    ranks = 1 + ahead.sum(dim=1, dtype=torch.int32).long()  # int32: twice as fast as torch's own choice for bools
     return ids, ((values - peak).double() - log_total).float(), ranks
