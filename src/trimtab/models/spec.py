@@ -90,8 +90,12 @@ def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
 def probe_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Probe]:
     """The network on the meta device and what a forward of it calls. Raises UnsupportedModelError."""
     probe.register()
-    trial = build_network(config, dtype, probe.IMPLEMENTATION)
-    return trial, probe_network(trial, networks.network_class(config).__name__)
+    name = networks.network_class(config).__name__
+    try:
+        trial = build_network(config, dtype, probe.IMPLEMENTATION)
+    except Exception as error:  # a network's constructor fails in its own way on values that do not fit together
+        raise CheckpointError(f"the configuration does not make a {name}: {type(error).__name__}: {error}") from error
+    return trial, probe_network(trial, name)
 
 
 def _choose_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:

@@ -72,6 +72,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
         "global_head_dim": 16,
     },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
     "deepseek_v3": {
         "num_hidden_layers": 3,
