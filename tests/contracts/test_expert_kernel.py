@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.data.kernels.base import ExpertKernel
+from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.data.kernels.reference import ReferenceExpertKernel
 from trimtab.experts.formats.base import ACTIVATION_KINDS, Activation, ExpertShape, ExpertTensors, make_activation
@@ -33,6 +34,8 @@ KERNELS = {
     "reference": Kernel(ReferenceExpertKernel, DENSE, row_invariant=False),
     "portable": Kernel(PortableExpertKernel, DENSE),
 }
+if native_refusal(ExpertShape(8, 8, True, False, make_activation("silu")), torch.bfloat16) is None:
+    KERNELS["native"] = Kernel(NativeExpertKernel, {torch.float32: 5e-6, torch.bfloat16: 1.2e-2})
 CASES = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.tolerance]
 every_kernel = pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
 SEED = 20_260_101
@@ -112,6 +115,8 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
 @every_kernel
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 def test_equals_one_token_and_expert_at_a_time_for_every_activation(name: str, dtype: torch.dtype, kind: str) -> None:
+    if name == "native" and kind == "custom":
+        pytest.skip("native kernels know named formulas only; make_expert_kernel chooses another kernel")
     generator = torch.Generator().manual_seed(SEED)
     shape = make_shape(kind=kind, has_bias=kind == "swiglu_clamped")
     kernel, experts = loaded(name, dtype, shape, 4, generator)
@@ -275,7 +280,7 @@ def test_a_slot_gives_back_the_expert_it_was_given(name: str, dtype: torch.dtype
         found = kernel.read_slot(slot).tensors()
         assert found.keys() == expert.tensors().keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in expert.tensors().items())
-    assert kernel.slot_bytes == sum(tensor.nbytes for tensor in experts[0].tensors().values())
+    assert kernel.slot_bytes >= sum(tensor.nbytes for tensor in experts[0].tensors().values())
 
 
 @every_kernel

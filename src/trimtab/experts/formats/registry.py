@@ -6,6 +6,7 @@ import torch
 
 from trimtab.experts.formats.base import ExpertFormat
 from trimtab.experts.formats.dense import DenseFormat
+from trimtab.experts.formats.int8 import Int8Format
 
 _FORMATS: dict[str, ExpertFormat] = {}
 
@@ -27,3 +28,4 @@ def find_format(name: str | torch.dtype) -> ExpertFormat:
 
 for _dtype in (torch.float32, torch.bfloat16, torch.float16):
     register_format(DenseFormat(str(_dtype).removeprefix("torch."), _dtype))
+register_format(Int8Format())

@@ -1,0 +1,70 @@
+"""The expert kernel of the native core: plain packed slots, one fused call per layer.
+
+A slot is contiguous, self-contained bytes that the kernel reads as they lie: what a balancer moves. Row-invariant for
+every shape. Stores fp32, bf16 and int8; activations of any of the known kinds.
+"""
+
+# T tokens  K top-k  P slots  H hidden size
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors
+from trimtab.experts.formats.registry import find_format
+from trimtab.kernels.native.library import SCALARS, Format, native_kernels
+from trimtab.kernels.native.moe import ACTIVATIONS, MoeShape, MoeWeights, NativeMoe
+
+_FORMATS = {"float32": Format.FP32, "bfloat16": Format.BF16, "int8": Format.INT8}
+
+
+def native_refusal(shape: ExpertShape, storage: str | torch.dtype) -> str | None:
+    """Why the native kernel cannot hold experts of this shape in this format, or None when it can."""
+    name = find_format(storage).name
+    if name not in _FORMATS:
+        return f"no native kernel stores {name}"
+    if shape.activation.kind not in ACTIVATIONS:
+        return f"no native kernel knows activation kind {shape.activation.kind!r}"
+    kernels = native_kernels()
+    if not kernels.supports(_FORMATS[name]):
+        return "; ".join(f"{choice.name}: {choice.reason}" for choice in kernels.choices)
+    return None
+
+
+class NativeExpertKernel:
+    """`storage` names the format of the slots ("int8") or is the dtype that they keep."""
+
+    name = "native"
+
+    def __init__(self, shape: ExpertShape, num_slots: int, storage: str | torch.dtype) -> None:
+        assert (refusal := native_refusal(shape, storage)) is None, refusal
+        self.shape = shape
+        self.num_slots = num_slots
+        self._format = find_format(storage)
+        activation = shape.activation
+        native_shape = MoeShape(
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.has_gate,
+            activation.kind,
+            activation.alpha,
+            activation.limit,
+        )
+        self._layer = NativeMoe(native_kernels(), native_shape, num_slots, _FORMATS[self._format.name])
+        self.slot_bytes = self._layer.slot_bytes
+
+    def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
+        stored = self._format.encode(self.shape, tensors)
+        self._layer.pack(slot, MoeWeights(**stored))
+
+    def read_slot(self, slot: int) -> ExpertTensors:
+        unpacked = self._layer.unpack(slot)._asdict()
+        specs = self._format.specs(self.shape)
+        # The core keeps every bias in fp32, exactly, and zeros where the expert has none.
+        return self._format.decode(self.shape, {name: unpacked[name].to(spec.dtype) for name, spec in specs.items()})
+
+    def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
+        if hidden.dtype in SCALARS:
+            return self._layer(hidden, slot_ids, gate_weights)
+        return self._layer(hidden.float(), slot_ids, gate_weights).to(hidden.dtype)

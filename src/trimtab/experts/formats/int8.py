@@ -1,0 +1,83 @@
+"""Experts stored in int8: symmetric, one scale per output feature; biases stay fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors, TensorSpec
+
+# -128 is not used: a symmetric range needs no zero point.
+INT8_MAX = 127
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> (int8 [N, K], fp32 scale [N]) with weight ~ int8 * scale, within half a scale.
+
+    Raises ValueError when a value is not finite: its row would become a plausible lie.
+    """
+    largest = weight.float().abs().amax(dim=1)
+    if not largest.isfinite().all():
+        raise ValueError("weights with values that are not finite cannot be stored in int8; check the checkpoint")
+    scale = largest / INT8_MAX
+    inverse = torch.where(largest > 0, scale.reciprocal(), 0.0)
+    quantized = (weight.float() * inverse[:, None]).round().clamp(-INT8_MAX, INT8_MAX)
+    return quantized.to(torch.int8), scale
+
+
+def dequantize_rows(quantized: Tensor, scale: Tensor) -> Tensor:
+    """The fp32 values that (int8, scale) stand for."""
+    return quantized.float() * scale[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Format:
+    """Each weight is two tensors, values and scales; they travel together or the expert is refused."""
+
+    name: str = "int8"
+
+    def specs(self, shape: ExpertShape) -> dict[str, TensorSpec]:
+        rows, hidden, inner = shape.gate_up_size, shape.hidden_size, shape.intermediate_size
+        specs = {
+            "gate_up": TensorSpec((rows, hidden), torch.int8),
+            "gate_up_scale": TensorSpec((rows,), torch.float32),
+            "down": TensorSpec((hidden, inner), torch.int8),
+            "down_scale": TensorSpec((hidden,), torch.float32),
+        }
+        if shape.has_bias:
+            specs["gate_up_bias"] = TensorSpec((rows,), torch.float32)
+            specs["down_bias"] = TensorSpec((hidden,), torch.float32)
+        return specs
+
+    def encode(self, shape: ExpertShape, tensors: ExpertTensors) -> dict[str, Tensor]:
+        """Raises ValueError naming the tensor that is missing, unexpected, of the wrong shape or not finite."""
+        given = tensors.tensors()
+        specs = {name: spec for name, spec in self.specs(shape).items() if not name.endswith("_scale")}
+        _check({name: spec.shape for name, spec in specs.items()}, given)
+        stored = {}
+        for name, tensor in given.items():
+            if name.endswith("_bias"):
+                stored[name] = tensor.float()
+            else:
+                stored[name], stored[f"{name}_scale"] = quantize_rows(tensor)
+        return {name: stored[name] for name in self.specs(shape)}
+
+    def decode(self, shape: ExpertShape, stored: Mapping[str, Tensor]) -> ExpertTensors:
+        """The expert as fp32; what quantization lost stays lost."""
+        _check({name: spec.shape for name, spec in self.specs(shape).items()}, stored)
+        return ExpertTensors(
+            dequantize_rows(stored["gate_up"], stored["gate_up_scale"]),
+            dequantize_rows(stored["down"], stored["down_scale"]),
+            stored.get("gate_up_bias"),
+            stored.get("down_bias"),
+        )
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    for name in sorted(shapes.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != (expected := shapes.get(name)):
+            raise ValueError(f"expert tensor {name} (shape {found}) must have shape {expected}; check the checkpoint")
