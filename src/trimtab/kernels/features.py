@@ -170,8 +170,10 @@ def _read(path: Path) -> str | None:
 
 def describe_kernels() -> list[tuple[str, str, str]]:
     """(what, choice, reason) for each decision taken from the CPU's features; for `trimtab inspect --kernels`."""
-    from trimtab.kernels.linear import describe_linear  # it decides by the features of this module
+    # Both decide by the features of this module.
+    from trimtab.kernels.linear import describe_linear
+    from trimtab.kernels.native import status
 
     found = cpu_features()
     reason = f"{FEATURES_VARIABLE} hides others" if found != _hardware_features() else "from /proc/cpuinfo"
-    return [("instructions", ", ".join(sorted(found)) or "baseline", reason), *describe_linear()]
+    return [("instructions", ", ".join(sorted(found)) or "baseline", reason), *status(), *describe_linear()]

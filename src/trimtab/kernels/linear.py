@@ -2,14 +2,17 @@
 
 Storages, by what `choose_storage` finds:
 
+- native: plain packed values read by the compiled core, wherever it has a kernel for the type: faster than oneDNN at
+  every shape measured up to 64 rows and equal beyond, because a call costs 2 us instead of 30 to 50;
 - prepacked: oneDNN's blocked layout in the type it multiplies in (fp32 everywhere; bf16 where instructions exist);
 - widened: a 16-bit weight on a CPU without 16-bit multiplication. Kept in 16 bits and in oneDNN's fp32 order, widened
   tile by tile into a reused packed tile and multiplied there: fp32 speed at half of fp32's memory (B124);
 - in place: a canonical tensor somebody else reads too (tied embeddings), never copied; also machines without oneDNN.
 
-Row invariance: oneDNN's inner product over one layout gives a row the same bits in any batch and position (bitwise
-tests in tests/unit/kernels); with a plain weight only from two rows on, so one row is padded to two there. Not
-promised: between different thread counts or CPUs, and F.linear (machines without oneDNN) below 16 rows is padded.
+Row invariance: the native core promises it. oneDNN's inner product over one layout gives a row the same bits in any
+batch and position (bitwise tests in tests/unit/kernels); with a plain weight only from two rows on, so one row is
+padded to two there. Not promised: between different thread counts or CPUs, and nowhere without oneDNN and native core,
+where F.linear is padded to 16 rows, which is as many as two threads need.
 """
 
 # R rows  N out features  K in features
@@ -27,6 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.kernels.features import cpu_features, has_bf16_instructions, is_x86
+from trimtab.kernels.native.library import Format, native_kernels
+from trimtab.kernels.native.linear import NativeLinear
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +47,10 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Storage(Protocol):
-    """One weight [N, K] as it is kept. `multiply` takes rows [R, K] in `compute_dtype` and returns [R, N] in it."""
+    """One layer [N, K] as it is kept. `multiply` takes rows [R, K] in one of `input_dtypes`, returns [R, N] in it."""
 
     compute_dtype: torch.dtype
+    input_dtypes: tuple[torch.dtype, ...]
     nbytes: int
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -72,6 +78,8 @@ def choose_storage(dtype: torch.dtype, *, shared: bool = False) -> StorageChoice
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     compute = dtype if native_bf16 else torch.float32
+    if not shared and native_format(dtype) is not None:
+        return StorageChoice("native", torch.float32, "the compiled core has a kernel for this type")
     if shared:
         return StorageChoice("in place", compute, "the tensor has another reader")
     if not _has_onednn():
@@ -94,8 +102,10 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, *, shared: bool = Fa
     choice = choose_storage(weight.dtype, shared=shared)
     _log_once(_short(weight.dtype), choice)
     weight = weight.detach()
-    if choice.name == "prepacked":
-        storage: Storage = PrepackedStorage(weight)
+    if choice.name == "native":
+        storage: Storage = NativeStorage(weight, bias)
+    elif choice.name == "prepacked":
+        storage = PrepackedStorage(weight)
     elif choice.name == "widened":
         storage = WidenedStorage(weight)
     else:
@@ -117,11 +127,13 @@ class PackedLinear(nn.Module):
         self._bias = None if bias is None else bias.detach().to(storage.compute_dtype, copy=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).to(self.storage.compute_dtype)
+        rows = x.reshape(-1, self.in_features)
+        if x.dtype not in self.storage.input_dtypes:
+            rows = rows.to(self.storage.compute_dtype)
         return self.multiply(rows).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """rows [R, K] in `compute_dtype` -> [R, N] in `compute_dtype`: no conversions, for callers that fuse them."""
+        """rows [R, K] in `compute_dtype` -> [R, N] in it: no conversions, for callers that fuse them."""
         if rows.shape[0] == 0:
             return rows.new_empty(0, self.out_features)
         return self.storage.multiply(rows.contiguous(), self._bias)
@@ -147,11 +159,37 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}, {kind}"
 
 
+class NativeStorage:
+    """Plain packed values of the native core; fp32 and bf16 rows go in and out as they are."""
+
+    compute_dtype = torch.float32
+    input_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        weight_format = native_format(weight.dtype)
+        assert weight_format is not None, f"no native kernel for {weight.dtype}"
+        self._linear = NativeLinear(native_kernels(), weight_format, weight, bias)
+        self.nbytes = self._linear.packed.nbytes
+
+    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return self._linear(rows)  # its packed bytes hold the bias
+
+    def unpack(self) -> Tensor:
+        return self._linear.unpack()[0]
+
+
+def native_format(dtype: torch.dtype) -> Format | None:
+    """The native core's format for weights of this type, where it may be used here."""
+    weight_format = {torch.float32: Format.FP32, torch.bfloat16: Format.BF16}.get(dtype)
+    return weight_format if weight_format is not None and native_kernels().supports(weight_format) else None
+
+
 class PrepackedStorage:
     """The weight in oneDNN's blocked layout, multiplied in its own type."""
 
     def __init__(self, weight: Tensor) -> None:
         self.compute_dtype = weight.dtype
+        self.input_dtypes: tuple[torch.dtype, ...] = (weight.dtype,)
         self._packed = _pack(weight)
         self.nbytes = int(torch.ops.mkldnn._nbytes(self._packed))
 
@@ -166,6 +204,7 @@ class WidenedStorage:
     """The weight in 16 bits, tile after tile in the order of oneDNN's packed fp32 tile of the same shape."""
 
     compute_dtype = torch.float32
+    input_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 
     def __init__(self, weight: Tensor) -> None:
         self._shape = tuple(weight.shape)
@@ -201,6 +240,7 @@ class InPlaceStorage:
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
+        self.input_dtypes: tuple[torch.dtype, ...] = (compute_dtype,)
         self._weight = weight
         self._spans = tile_spans(*weight.shape) if compute_dtype != weight.dtype else ((0, weight.shape[0]),)
         self.nbytes = weight.nbytes

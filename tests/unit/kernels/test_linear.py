@@ -27,6 +27,18 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 4096)
 
 
+@pytest.fixture(params=["native", "torch"])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the native core where there is one, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(linear, "native_format", lambda dtype: None)
+
+
+@pytest.fixture
+def torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "native_format", lambda dtype: None)
+
+
 @pytest.fixture
 def no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_CPU_FEATURES", "avx2")
@@ -49,7 +61,7 @@ def assert_equals_the_layer(packed: PackedLinear, x: Tensor, weight: Tensor, bia
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_the_plain_layer_at_odd_shapes(
-    dtype: torch.dtype, has_bias: bool, shared: bool, small_tiles: None
+    dtype: torch.dtype, has_bias: bool, shared: bool, small_tiles: None, core: None
 ) -> None:
     for out_features, in_features in SHAPES:
         weight = draw(out_features, in_features, dtype=dtype)
@@ -65,7 +77,9 @@ def test_equals_the_plain_layer_at_odd_shapes(
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_unpacking_gives_the_weight_back_bit_for_bit(dtype: torch.dtype, shared: bool, small_tiles: None) -> None:
+def test_unpacking_gives_the_weight_back_bit_for_bit(
+    dtype: torch.dtype, shared: bool, small_tiles: None, core: None
+) -> None:
     for out_features, in_features in SHAPES:
         weight, bias = draw(out_features, in_features, dtype=dtype), draw(out_features, dtype=dtype)
         packed = pack_linear(weight, bias, shared=shared)
@@ -80,7 +94,7 @@ def test_unpacking_gives_the_weight_back_bit_for_bit(dtype: torch.dtype, shared:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_alone_in_any_batch_and_at_any_position(
-    dtype: torch.dtype, shared: bool, num_threads: int, small_tiles: None
+    dtype: torch.dtype, shared: bool, num_threads: int, small_tiles: None, core: None
 ) -> None:
     """B109: results do not depend on batch mates."""
     before = torch.get_num_threads()
@@ -100,7 +114,7 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_at_any_position(
         torch.set_num_threads(before)
 
 
-def test_bf16_without_bf16_instructions_keeps_16_bits_and_multiplies_in_fp32(no_bf16: None) -> None:
+def test_bf16_without_bf16_instructions_keeps_16_bits_and_multiplies_in_fp32(no_bf16: None, torch_only: None) -> None:
     """B124."""
     choice = choose_storage(torch.bfloat16)
     assert choice.compute_dtype == torch.float32
@@ -113,7 +127,9 @@ def test_bf16_without_bf16_instructions_keeps_16_bits_and_multiplies_in_fp32(no_
     assert (packed(x).float() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
 
 
-def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture, no_bf16: None) -> None:
+def test_the_choice_is_logged_once_with_its_reason(
+    caplog: pytest.LogCaptureFixture, no_bf16: None, torch_only: None
+) -> None:
     """B124, B126."""
     linear._logged.clear()
     with caplog.at_level("INFO", logger="trimtab.kernels.linear"):
@@ -124,7 +140,7 @@ def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_packed_layer_is_the_only_copy_of_the_weight(dtype: torch.dtype) -> None:
+def test_the_packed_layer_is_the_only_copy_of_the_weight(dtype: torch.dtype, core: None) -> None:
     weight = draw(640, 512, dtype=dtype)
     gone = weakref.ref(weight)
     packed = pack_linear(weight)
@@ -143,7 +159,7 @@ def test_a_shared_weight_is_read_in_place(dtype: torch.dtype) -> None:
     assert_equals_the_layer(packed, draw(3, 16, dtype=dtype), embedding, None)
 
 
-def test_without_onednn_the_plain_product_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onednn_the_plain_product_serves(monkeypatch: pytest.MonkeyPatch, torch_only: None) -> None:
     monkeypatch.setattr(linear, "_has_onednn", lambda: False)
     for dtype in DTYPES:
         weight, bias = draw(40, 24, dtype=dtype), draw(40, dtype=dtype)
@@ -170,7 +186,7 @@ def test_a_weight_packed_under_one_thread_count_is_read_right_under_another(smal
         torch.set_num_threads(before)
 
 
-def test_threads_that_multiply_at_once_do_not_share_a_workspace(small_tiles: None, no_bf16: None) -> None:
+def test_threads_that_multiply_at_once_do_not_share_a_workspace(small_tiles: None, no_bf16: None, core: None) -> None:
     layers = [pack_linear(draw(256, 64, dtype=torch.bfloat16, seed=seed)) for seed in range(2)]
     x = draw(4, 64, dtype=torch.bfloat16)
     expected = [layer(x) for layer in layers]
