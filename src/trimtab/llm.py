@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.assemble import Parts, assemble, read_generation_config
 from trimtab.config import config_from_options
 from trimtab.experts.data.capture import ExpertUsage
+from trimtab.observability.interrupts import hold_interrupts
 from trimtab.observability.progress import progress_bar, stderr_is_terminal
 from trimtab.outputs import CompletionOutput, RequestOutput
 from trimtab.sampling_params import SamplingParams
@@ -87,7 +88,7 @@ class LLM:
         try:
             finished = False
             while not finished:
-                for output in self.engine.step():
+                for output in self._step():
                     if output.request_id == request_id:
                         finished = output.finished
                         yield output
@@ -210,12 +211,17 @@ class LLM:
             return RequestOutput(request_id, text, list(token_ids or []), completions, finished=True, error=str(error))
         return None
 
+    def _step(self) -> list[RequestOutput]:
+        """One whole step: Ctrl-C waits for its end, after which the engine can go on."""
+        with hold_interrupts():
+            return self.engine.step()
+
     def _run(
         self, outputs: dict[str, RequestOutput], report: Callable[[str, int, int], None], total: int, order: list[str]
     ) -> None:
         try:
             while self.engine.has_unfinished:
-                for output in self.engine.step():
+                for output in self._step():
                     if output.finished:
                         outputs[output.request_id] = output
                         report("requests", len(outputs), total)

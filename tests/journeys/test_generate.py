@@ -1,6 +1,8 @@
 """From a checkpoint folder to tokens, against transformers' own greedy generation."""
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -73,7 +75,7 @@ def test_greedy_tokens_equal_transformers_in_mixed_chunked_batches(checkpoint):
 
 
 def test_requests_that_share_too_little_kv_memory_are_preempted_and_still_right(checkpoint):
-    """B102: short prompts are all admitted, then grow past what the KV cache holds; all finish with the right tokens."""
+    """B102: short prompts are all admitted, then outgrow the KV cache; all finish with the right tokens."""
     prompts = random_prompts(12, 6, 100, longest=8)
     params = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True, detokenize=False)
     batch = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -167,3 +169,26 @@ def test_two_engines_live_in_one_process(tmp_path):
             for index in range(2):
                 together[index].append(last[index].outputs[0].token_ids)
     assert tuple(together) == alone
+
+
+def test_an_interrupted_call_leaves_an_engine_that_goes_on(tmp_path):
+    """Ctrl-C in the middle of a call ends its requests; the next call gets its own answers and all the memory."""
+    path = make_tiny_checkpoint(tmp_path, seed=4)
+    prompts = random_prompts(16, 4, 100)
+    with LLM(str(path), max_model_len=64, block_size=4, kv_cache_memory_bytes="4MiB", num_threads=1) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        steps = iter(range(100))
+        whole_step = llm.engine.step
+
+        def interrupted_step():
+            if next(steps) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return whole_step()
+
+        llm.engine.step = interrupted_step
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert not llm.engine.has_unfinished
+        assert llm.stats()["kv_cache"]["num_free_blocks"] == llm.stats()["kv_cache"]["num_blocks"] - 1
+        again = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert again == expected

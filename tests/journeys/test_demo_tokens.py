@@ -1,0 +1,106 @@
+"""The demo model, a real language model, against transformers: 20 prompts of mixed kind and length, run together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trimtab import LLM, SamplingParams
+from trimtab.models.demo import DOMAIN_PROMPTS, calibration_texts
+
+pytestmark = pytest.mark.demo
+
+MAX_TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+# Chunks of 64 tokens cut most prompts in two or more; blocks of 16 make prompts that begin alike share.
+OPTIONS = {"max_model_len": 256, "max_num_seqs": 20, "max_num_batched_tokens": 64, "block_size": 16}
+
+
+def mixed_prompts(tokenizer) -> list[list[int]]:
+    """Questions, passages cut at different lengths, and passages that continue others (prefix hits)."""
+    questions = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for texts in DOMAIN_PROMPTS.values()
+        for text in texts[:2]
+    ]
+    passages = [tokenizer.encode(texts[0]) for texts in calibration_texts().values()]
+    cuts = [passage[:length] for passage, length in zip(passages, (3, 21, 48, 100), strict=True)]
+    longer = [passage[:length] for passage, length in zip(passages, (40, 64, 80, 120), strict=True)]
+    others = [
+        tokenizer.encode(texts[1])[:length]
+        for texts, length in zip(calibration_texts().values(), (1, 16, 17, 90), strict=True)
+    ]
+    prompts = questions + cuts + longer + others
+    assert len(prompts) == 20
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_path: Path) -> list[list[int]]:
+    return mixed_prompts(AutoTokenizer.from_pretrained(demo_path))
+
+
+@pytest.fixture(scope="module")
+def oracle(demo_path: Path):
+    return AutoModelForCausalLM.from_pretrained(
+        demo_path, dtype=torch.float32, attn_implementation="eager", experts_implementation="grouped_mm"
+    ).eval()
+
+
+def generate(path: Path, prompts: list[list[int]], **options) -> tuple[list[list[int]], dict]:
+    with LLM(str(path), **(OPTIONS | options)) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+        assert all(output.error is None for output in outputs), [output.error for output in outputs]
+        return [output.outputs[0].token_ids for output in outputs], llm.stats()
+
+
+def test_float32_tokens_equal_transformers_and_the_reference_runner(demo_path, prompts, oracle):
+    expected = []
+    for prompt in prompts:
+        with torch.no_grad():
+            ids = torch.tensor([prompt])
+            answer = oracle.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None
+            )
+        expected.append(answer[0, len(prompt) :].tolist())
+    together, stats = generate(demo_path, prompts, dtype="float32")
+    assert together == expected
+    assert stats["prefix_cache"]["num_hit_tokens"] > 0, "prompts that begin alike share blocks, or the cache was off"
+    reference, _ = generate(demo_path, prompts, dtype="float32", model_runner="v1")
+    assert reference == expected
+
+
+def test_bfloat16_tokens_are_the_likeliest_wherever_the_margin_exceeds_rounding(demo_path, prompts, oracle):
+    """Each token is judged in its own context by transformers' float32 logits, so one near-tie does not void the rest.
+
+    The margin: logits here reach 20 to 30, where bfloat16 steps by 0.125; sums over 30 layers of such roundings move a
+    logit by a few tenths. Places within the margin are counted, and they must be few.
+    """
+    margin = 0.75
+    for runner in ("v2", "v1"):
+        answers, _ = generate(demo_path, prompts, dtype="bfloat16", model_runner=runner)
+        other = close = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            with torch.no_grad():
+                logits = oracle(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            best = logits.max(dim=-1).values
+            chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            top = logits.topk(2, dim=-1).values
+            close += int((top[:, 0] - top[:, 1] < margin).sum())
+            other += int((chosen < best).sum())
+            assert torch.all(best - chosen < margin), (
+                f"{runner}: a token {float((best - chosen).max()):.2f} below the best"
+            )
+        print(f"{runner}: {other} of {len(prompts) * MAX_TOKENS} tokens differ from float32, {close} places are close")
+        assert other <= len(prompts) * MAX_TOKENS // 10
+
+
+def test_the_capital_of_france(demo_path):
+    with LLM(str(demo_path), max_model_len=256) as llm:
+        message = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = llm.chat(message, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)[0]
+    assert "Paris" in answer.outputs[0].text
+    assert answer.outputs[0].finish_reason == "stop", "the answer ends with the chat template's end token"
