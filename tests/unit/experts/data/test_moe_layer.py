@@ -106,5 +106,5 @@ def test_usage_hands_back_the_capture_it_replaced() -> None:
 def test_a_device_without_kernels_and_an_unknown_dtype_are_refused() -> None:
     with pytest.raises(ValueError, match=r"device \(cuda\) must be 'cpu'"):
         make_expert_kernel(SHAPE, 2, torch.float32, "cuda")
-    with pytest.raises(ValueError, match=r"expert format \('int8'\) must be one of bfloat16, float16, float32"):
-        make_expert_kernel(SHAPE, 2, torch.int8)
+    with pytest.raises(ValueError, match=r"expert format \('float64'\) must be one of bfloat16, float16, float32"):
+        make_expert_kernel(SHAPE, 2, torch.float64)
