@@ -44,7 +44,7 @@ def show_answers(console: Console, prompts: dict[str, list[str]], answers: dict[
             console.print(Text(text, style="bold cyan"))
             answer = output.outputs[0]
             tail = " …" if answer.finish_reason == "length" else ""
-            console.print(Padding(Text(answer.text.strip() + tail), (0, 0, 1, 2)))
+            console.print(Padding(Text(answer.text.strip() + tail), (0, 0, 1, 2), expand=False))
 
 
 def demo(
@@ -119,7 +119,7 @@ def show_speed(console: Console, answers: dict[str, list[RequestOutput]], elapse
     num_new_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     console.print(
         f"{len(outputs)} prompts together: {num_prompt_tokens} prompt tokens read and {num_new_tokens} tokens written "
-        f"in {elapsed_s:.1f} s, [bold]{num_new_tokens / elapsed_s:.0f} tokens per second[/bold]\n",
+        f"in {elapsed_s:.1f} s, [bold]{num_new_tokens / elapsed_s:.1f} tokens per second[/bold]\n",
         highlight=False,
     )
 
