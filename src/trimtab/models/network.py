@@ -71,13 +71,6 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
         )
     if config.model_type in REFUSED:
         raise UnsupportedModelError(f"{named or config.model_type} is not supported: {REFUSED[config.model_type]}")
-    top_k = getattr(config, "num_experts_per_tok", None)
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        num_experts = getattr(config, key, None)
-        if isinstance(top_k, int) and isinstance(num_experts, int) and top_k > num_experts > 0:
-            raise CheckpointError(
-                f"num_experts_per_tok ({top_k}) must be at most {key} ({num_experts}); the configuration is damaged"
-            )
     if not getattr(text, "is_causal", True) or getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{named or config.model_type} is an encoder; only decoders can be served")
 

@@ -131,7 +131,7 @@ def probe_network(network: PreTrainedModel, name: str) -> Probe:
     for module in network.modules():
         object.__setattr__(module, _BOUND, probe)
         if type(module) is nn.Linear:
-            module.__class__ = _WatchedLinear
+            object.__setattr__(module, "__class__", _WatchedLinear)
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(_NUM_TOKENS, device="meta")[None]
     rows = torch.arange(2, device="meta")
@@ -144,12 +144,14 @@ def probe_network(network: PreTrainedModel, name: str) -> Probe:
         reason = str(error).strip().split("\n")[0]
         if MaskTag.__name__ in reason:
             reason = "it computes with its mask, as sparse-attention indexers do"
+        if "k not in range" in reason:
+            reason = "its router chooses more experts than there are; check num_experts_per_tok"
         raise UnsupportedModelError(f"{name} is not supported: a trial forward failed ({reason})") from error
     finally:
         for module in network.modules():
             object.__delattr__(module, _BOUND)
             if type(module) is _WatchedLinear:
-                module.__class__ = nn.Linear
+                object.__setattr__(module, "__class__", nn.Linear)
     _check(probe, network, name, output.logits)
     return probe
 

@@ -78,7 +78,7 @@ def _try_in_process(model_type: str, timeout_s: float) -> SweepRow:
     sender.close()
     try:
         if receiver.poll(timeout_s):
-            return receiver.recv()  # type: ignore[no-any-return]
+            return receiver.recv()
         return SweepRow(model_type, "", "broken", f"took longer than {timeout_s:.0f} s")
     except EOFError:
         process.join()

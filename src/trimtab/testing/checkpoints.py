@@ -136,8 +136,12 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     if known.get("kv_lora_rank"):  # latent attention: one key head per head, and head_dim follows from the parts
         shrunk["num_key_value_heads"] = shrunk["num_attention_heads"]
         shrunk.pop("head_dim", None)
-    shrunk |= _one_layer_of_each_kind(known)
-    return config_class(**{**shrunk, **_FAMILIES.get(family, {}), **overrides})
+    shrunk |= _one_layer_of_each_kind(known) | _FAMILIES.get(family, {})
+    aliases: dict[str, str] = config_class.attribute_map
+    given = {aliases.get(name, name) for name in overrides}
+    return config_class(
+        **{name: value for name, value in shrunk.items() if aliases.get(name, name) not in given}, **overrides
+    )
 
 
 def _one_layer_of_each_kind(known: dict[str, Any]) -> dict[str, Any]:

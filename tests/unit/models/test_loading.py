@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eager_oracle import CHUNKS, eager, load, random_sequences
+from eager_oracle import CHUNKS, assert_no_worse_than_eager, eager, load, random_sequences
 from safetensors.torch import load_file, save_file
 
 from trimtab.experts.placement import Placement, Topology
@@ -56,16 +56,8 @@ def test_layouts_and_shards_give_the_same_model(tmp_path: Path, family: str) -> 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_near_eager_in_the_same_precision(tmp_path: Path, dtype: str) -> None:
     path = make_tiny_checkpoint(tmp_path, dtype=dtype)
-    spec = read_spec(path)
-    assert spec.dtype == getattr(torch, dtype)
-    sequences = random_sequences(320)
-    found = packed_logits(load_model(spec), sequences, CHUNKS)
-    exact = packed_logits(load(path, "float32"), sequences, CHUNKS)
-    theirs = eager(path, dtype=spec.dtype)
-    for index, tokens in enumerate(sequences):
-        with torch.inference_mode():
-            eager_error = (theirs(tokens[None], use_cache=False).logits[0].float() - exact[index]).abs().median()
-        assert (found[index].float() - exact[index]).abs().median() <= 2 * eager_error + 1e-3
+    assert read_spec(path).dtype == getattr(torch, dtype)
+    assert_no_worse_than_eager(path, dtype)
 
 
 def test_dtype_auto_is_what_the_configuration_says_or_else_what_is_stored(tmp_path: Path) -> None:

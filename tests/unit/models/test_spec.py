@@ -110,7 +110,7 @@ def test_more_chosen_experts_than_there_are_is_refused(tmp_path: Path) -> None:
     """B95: K = E is fine, K > E is not."""
     path = make_tiny_checkpoint(tmp_path, num_local_experts=4, num_experts_per_tok=4)
     assert read_spec(path).moe_layers[0].top_k == 4
-    with pytest.raises(ValueError, match=r"num_experts_per_tok \(5\) must be at most num_local_experts \(4\)"):
+    with pytest.raises(ValueError, match="chooses more experts than there are; check num_experts_per_tok"):
         read_spec(configure(path, num_experts_per_tok=5))
 
 
