@@ -4,7 +4,8 @@
 
 Sides take turns call by call, so that a change of the machine's speed hits all alike; compare the ratios of one run,
 never milliseconds of two. Sides that cannot run here are listed with the reason. A memory bandwidth probe takes its
-turn too: `GB/s` counts each active expert's bytes once per call.
+turn too: `GB/s` counts each active expert's bytes once per call. The portable kernel multiplies with the native linear
+where there is one; TRIMTAB_NATIVE=off shows what is left without a compiler.
 """
 
 # T tokens  K top-k  E experts  H hidden size  I intermediate size

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refus
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.data.kernels.reference import ReferenceExpertKernel
 from trimtab.experts.formats.base import ACTIVATION_KINDS, Activation, ExpertShape, ExpertTensors, make_activation
+from trimtab.kernels import linear
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,20 @@ class Kernel:
     row_invariant: bool = True
 
 
+class PortableWithoutCore(PortableExpertKernel):
+    """As where no compiler was: its linears are torch's."""
+
+    def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
+        with mock.patch.object(linear, "native_format", return_value=None):
+            super().load_slot(slot, tensors)
+
+
 # Half an ulp at the output's top is 2**-9 in bf16 and 2**-12 in fp16; kernels may also round the inner values.
 DENSE = {torch.float32: 5e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 KERNELS = {
     "reference": Kernel(ReferenceExpertKernel, DENSE, row_invariant=False),
     "portable": Kernel(PortableExpertKernel, DENSE),
+    "portable_without_core": Kernel(PortableWithoutCore, DENSE),
 }
 if native_refusal(ExpertShape(8, 8, True, False, make_activation("silu")), torch.bfloat16) is None:
     KERNELS["native"] = Kernel(NativeExpertKernel, {torch.float32: 5e-6, torch.bfloat16: 1.2e-2})
