@@ -7,6 +7,7 @@ the instructions the self-test at load covers the rest. Also: a kernel that comp
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -28,7 +29,9 @@ EMULATION = Path(__file__).with_name("emulated_avx512.hpp")
 @pytest.fixture(scope="module")
 def emulated_path(tmp_path_factory) -> Path:
     source_flags = {name: ("-mavx2", "-mfma") if name.startswith("kernels") else () for name in SOURCE_FLAGS}
-    flags = (f'-DTRIMTAB_EMULATED_AVX512="{EMULATION}"', "-Wno-psabi")
+    # scripts/sanitize_native.sh adds its own.
+    extra = os.environ.get("TRIMTAB_TEST_FLAGS", "").split()
+    flags = (f'-DTRIMTAB_EMULATED_AVX512="{EMULATION}"', "-Wno-psabi", *extra)
     target = tmp_path_factory.mktemp("native") / "emulated.so"
     return build(target, optimize="-O1", extra_flags=flags, source_flags=source_flags)
 

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Runs the native kernels' tests against builds with AddressSanitizer and with UndefinedBehaviorSanitizer.
+# Needs g++ with its sanitizer libraries; PYTHON names the interpreter (default: python).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=src OMP_NUM_THREADS=2
+python="${PYTHON:-python}"
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+
+run() {
+  local name="$1" library="$2"
+  shift 2
+  echo "== $name"
+  "$python" -m trimtab.kernels.native.build --output "$scratch/$name.so" --optimize=-O1 "${@/#/--flag=}"
+  # torch is not instrumented and leaves memory to the process's end: no leak check.
+  LD_PRELOAD="$(g++ -print-file-name="$library")" \
+    ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1 \
+    TRIMTAB_TEST_CORE="$scratch/$name.so" TRIMTAB_TEST_FLAGS="$*" \
+    "$python" -m pytest -q -p no:cacheprovider tests/unit/kernels/test_native_moe.py \
+    tests/unit/kernels/test_native_linear.py tests/unit/kernels/test_native_emulated.py
+}
+
+run address libasan.so -g -fsanitize=address
+run undefined libubsan.so -g -fsanitize=undefined -fno-sanitize-recover=all
