@@ -7,7 +7,6 @@ device second, and to real tensors only when loading, for experts one expert at 
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -41,15 +40,14 @@ class Conversion:
     def names(self) -> Iterable[str]:
         return (name for names in self.sources.values() for name in names)
 
-    def convert(self, network: PreTrainedModel, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Parameters by full name, from the tensors of each pattern."""
+    def convert(self, network: PreTrainedModel, tensors: Mapping[str, list[Tensor] | Tensor]) -> dict[str, Tensor]:
+        """Parameters by full name, from the tensors of each pattern (a list, or one stack of them)."""
         if self.rule is None:
             [[tensor]] = tensors.values()
             return {self.target: tensor}
-        rule = copy.deepcopy(self.rule)
-        for pattern, group in tensors.items():
-            rule.collected_tensors[pattern] = list(group)  # type: ignore[arg-type]  # tensors are taken as they are
-        converted = rule.convert(self.target, model=network, config=network.config)
+        # The rule takes tensors as they are, and gives up its hold of them before it computes.
+        self.rule.collected_tensors.update(tensors)  # type: ignore[arg-type]
+        converted = self.rule.convert(self.target, model=network, config=network.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     def read(self, network: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -61,10 +59,11 @@ class Conversion:
         self, network: PreTrainedModel, checkpoint: Checkpoint, expert: int, num_experts: int
     ) -> dict[str, Tensor]:
         """One expert's part of the parameters of an experts module, without the expert axis."""
-        tensors = {
+        # An expert's own tensor goes in as a stack of one: given as a list, it would be copied to be stacked.
+        tensors: dict[str, list[Tensor] | Tensor] = {
             pattern: [checkpoint.read(names[0])[expert : expert + 1]]
             if self.is_stacked(names, num_experts, checkpoint)
-            else [checkpoint.read(names[expert])]
+            else checkpoint.read(names[expert]).unsqueeze(0)
             for pattern, names in self.sources.items()
         }
         return {name: value[0] for name, value in self.convert(network, tensors).items()}

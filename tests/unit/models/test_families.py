@@ -57,6 +57,17 @@ def test_deepseek_has_a_dense_layer_first_and_expanded_keys(tmp_path: Path) -> N
     assert {(layer.key_size, layer.value_size, layer.num_kv_heads) for layer in spec.attention_layers} == {(24, 12, 4)}
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_dynamic_rotary_scalings_are_right_up_to_the_original_length(tmp_path: Path, kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "short_mscale": 1.0, "long_mscale": 1.2}
+    family = "phimoe" if kind == "longrope" else "mixtral"
+    path = make_tiny_checkpoint(tmp_path, family, max_position_embeddings=192, rope_parameters=rope)
+    assert read_spec(path).max_position == 48
+    assert_same_as_eager(path, lengths=(5, 48), chunks=(1, 17))
+
+
 def test_two_models_live_in_one_process(tmp_path: Path) -> None:
     """transformers' registries are global: nothing of one model may show in the other."""
     paths = [make_tiny_checkpoint(tmp_path / str(seed), "mixtral", seed=seed) for seed in (1, 2)]
