@@ -1,4 +1,4 @@
-"""Everything a user can set about an engine, by the names vLLM users know. Each room gets its own part, never the whole."""
+"""All a user can set about an engine, by the names vLLM users know. A room gets its own part, never the whole."""
 
 from __future__ import annotations
 

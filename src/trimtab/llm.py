@@ -106,7 +106,9 @@ class LLM:
         if not messages:
             raise ValueError("messages ([]) must hold at least one message")
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # templates raise whatever their author chose
             raise ValueError(f"the chat template refused the messages: {error}") from error
         # The template writes the special tokens itself.
@@ -235,10 +237,9 @@ class LLM:
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(token, int) for token in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    batch: list[Any] = list(prompts)
+    is_one_prompt = bool(batch) and all(isinstance(token, int) for token in batch)
+    return [batch] if is_one_prompt else batch
 
 
 def _read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:

@@ -1,8 +1,8 @@
 """The words between the engine and its workers: a step's plan goes down, a step's output comes back.
 
-Plain data (ints, lists, strings, numpy), so that a plan can cross a process boundary. A *row* is a place in the worker's
-request table: a request keeps its row from `OpenRow` until it is closed; the scheduler owns the numbering. Rows closed
-by a plan are free before the same plan opens rows. All plans are executed in the order of `step_id`.
+Plain data (ints, lists, strings, numpy), so that a plan can cross a process boundary. A *row* is a place in the
+worker's request table: a request keeps its row from `OpenRow` until it is closed; the scheduler owns the numbering.
+Rows closed by a plan are free before the same plan opens rows. All plans are executed in the order of `step_id`.
 """
 
 from __future__ import annotations
