@@ -12,13 +12,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def resolve_model(name: str | Path, progress: Callable[..., None] | None = None) -> Path:
     """The folder of `name`; "demo" is built and cached on first use. Raises ValueError with the remedy."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if str(name) == DEMO:
+    if name == DEMO:  # a folder of that name is reached as ./demo
         from trimtab.models.demo import ensure_demo
 
         return ensure_demo(progress=progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
     if path.is_file():
         raise ValueError(f"model ({name}) is a file; name the folder that holds it and its config.json")
     if _HUB_ID.fullmatch(str(name)):

@@ -158,6 +158,21 @@ def test_a_rank_reads_only_the_experts_its_slots_hold(tmp_path: Path, monkeypatc
         torch.testing.assert_close(down, state[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"])
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_interleaved_biased_experts_arrive_whole_on_every_rank(tmp_path: Path, num_ranks: int) -> None:
+    """B94: gpt-oss on 2 and 4 ranks; each slot holds, bit for bit, what one rank alone would hold."""
+    spec = read_spec(make_tiny_checkpoint(tmp_path, "gpt_oss"))
+    alone = load_model(spec)
+    placement = Placement.identity(Topology(8, num_ranks=num_ranks), len(spec.moe_layers))
+    for rank in range(num_ranks):
+        model = load_model(spec, placement=placement, rank=rank)
+        for layer, whole in zip(model.moe_layers, alone.moe_layers, strict=True):
+            for position, slot in enumerate(placement.topology.slots_of(rank)):
+                ours, theirs = layer.kernel.read_slot(position).tensors(), whole.kernel.read_slot(slot).tensors()
+                assert ours.keys() == {"gate_up", "down", "gate_up_bias", "down_bias"}
+                assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_redundant_slots_hold_copies_and_change_nothing(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     expected = logits_of(path)

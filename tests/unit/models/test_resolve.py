@@ -12,7 +12,9 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_demo_is_built_by_the_demo_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trimtab.models.demo.ensure_demo", lambda progress=None: tmp_path / "built")
+    (tmp_path / "demo").mkdir()
     assert resolve_model("demo") == tmp_path / "built"
+    assert resolve_model("./demo") == Path("demo")
 
 
 def test_a_hub_id_says_how_to_download_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
