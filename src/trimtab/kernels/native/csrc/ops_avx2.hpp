@@ -8,11 +8,9 @@
 namespace trimtab {
 namespace {
 
-// Sixteen registers: sums, one register per weight vector, one activation.
-constexpr int fitting_vectors(int rows, int most) {
-  const int fit = rows == 1 ? 8 : rows == 2 ? 4 : 2;
-  return fit < most ? fit : most;
-}
+// Sixteen registers: sums, one register per weight vector, one activation. One row takes a whole step at once, which
+// reads memory front to back; that some sums spill does not matter there.
+constexpr int vectors_beside(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
 struct Avx2Float {
   using Rows = Fp32Rows;
@@ -29,7 +27,7 @@ struct Avx2Float {
 struct Avx2Fp32 : Avx2Float {
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 6;
-  static constexpr int vectors_for(int rows) { return fitting_vectors(rows, 8); }
+  static constexpr int vectors_for(int rows) { return vectors_beside(rows); }
   static constexpr int64_t kRowElements = 1;
   template <int part>
   static Weight weights(const char* at) { return _mm256_loadu_ps(reinterpret_cast<const float*>(at)); }
@@ -41,7 +39,7 @@ struct Avx2Fp32 : Avx2Float {
 struct Avx2Bf16 : Avx2Float {
   static constexpr int kParts = 2;
   static constexpr int kMaxRows = 4;
-  static constexpr int vectors_for(int rows) { return fitting_vectors(rows, 4); }  // widened weights need room
+  static constexpr int vectors_for(int rows) { return vectors_beside(rows); }
   static constexpr int64_t kRowElements = 2;
   template <int part>
   static Weight weights(const char* at) {
@@ -62,7 +60,7 @@ struct Avx2Int8 {
   static constexpr int64_t kVectorBytes = 32;
   static constexpr int kParts = 2;
   static constexpr int kMaxRows = 4;
-  static constexpr int vectors_for(int rows) { return fitting_vectors(rows, 4); }  // widened weights need room
+  static constexpr int vectors_for(int rows) { return vectors_beside(rows); }
   static constexpr int64_t kRowElements = 4;
   static Vector load(const int32_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
   static void store(int32_t* at, Vector value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), value); }

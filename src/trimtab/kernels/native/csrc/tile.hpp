@@ -18,9 +18,11 @@
 namespace trimtab {
 namespace {
 
-// Steps multiplied for all rows before the next ones: 32 KiB of weights stay in the nearest caches while rows pass by.
+// Steps multiplied for all rows before the next ones. Many rows pass by a block: 32 KiB stay in the nearest caches and
+// sums are reloaded seldom. Few rows wait for memory: a shorter block is prefetched just in time.
 constexpr int64_t kBlockSteps = 128;
-constexpr int64_t kPrefetchSteps = 16;
+constexpr int64_t kShortBlockSteps = 32;
+constexpr int64_t kPrefetchSteps = 8;
 constexpr int64_t kCacheLineBytes = 64;
 
 // Brings the next block into the L2 cache while this one is multiplied: the lines are shared out evenly over the
@@ -107,8 +109,9 @@ void multiply_panel(const typename Ops::Rows::Element* const* rows, int64_t num_
   static_assert(Ops::kMaxRows == 4 || Ops::kMaxRows == 6, "the switch below knows these");
   const int64_t tiles = (num_rows + Ops::kMaxRows - 1) / Ops::kMaxRows;
   const int64_t passes = tiles * (kVectors / Ops::vectors_for(static_cast<int>((num_rows + tiles - 1) / tiles)));
-  for (int64_t first = 0; first < steps; first += kBlockSteps) {
-    const int64_t count = first + kBlockSteps < steps ? kBlockSteps : steps - first;
+  const int64_t block = tiles == 1 ? kShortBlockSteps : kBlockSteps;
+  for (int64_t first = 0; first < steps; first += block) {
+    const int64_t count = first + block < steps ? block : steps - first;
     const char* weights = panel + first * kStepBytes;
     const bool is_last = first + count == steps;
     const int64_t lines = count * (kStepBytes / kCacheLineBytes);
