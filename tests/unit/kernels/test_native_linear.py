@@ -80,3 +80,8 @@ def test_leading_dimensions_are_kept():
     layer = NativeLinear(KERNELS, Format.FP32, torch.eye(7))
     x = torch.randn(2, 3, 7)
     assert torch.equal(layer(x), x)
+
+
+def test_int8_rows_too_small_to_scale_count_as_zeros():
+    layer = NativeLinear(KERNELS, Format.INT8, torch.ones(3, 4, dtype=torch.int8), scale=torch.ones(3))
+    assert torch.equal(layer(torch.tensor([[1e-38, 0.0, 1e-39, 0.0], [0.0] * 4])), torch.zeros(2, 3))

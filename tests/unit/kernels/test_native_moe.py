@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
 
 import pytest
@@ -201,3 +203,20 @@ def test_unknown_activations_are_refused_by_name():
         NativeMoe(KERNELS, MoeShape(40, 24, has_gate=False, activation="swiglu_clamped"), 1, Format.FP32)
     with pytest.raises(ValueError, match="would overflow int32"):
         NativeMoe(KERNELS, MoeShape(65537, 24), 1, Format.INT8)
+
+
+@ALL_FORMATS
+def test_a_team_smaller_than_asked_for_still_computes_every_row(weight_format):
+    """OpenMP may grant fewer threads (OMP_THREAD_LIMIT, OMP_DYNAMIC, nesting): nobody's share may be left out."""
+    generator = torch.Generator().manual_seed(14)
+    layer = make_layer(KERNELS, MoeShape(130, 70), weight_format, 3, generator)
+    hidden = torch.randn(64, 130, generator=generator)
+    slot_ids, gates = routed(64, 2, 3, generator)
+    expected = layer.native(hidden, slot_ids, gates)
+    openmp = ctypes.CDLL("libgomp.so.1")
+    openmp.omp_set_dynamic(1)
+    torch.set_num_threads(4 * (os.cpu_count() or 1))
+    try:
+        assert torch.equal(layer.native(hidden, slot_ids, gates), expected)
+    finally:
+        openmp.omp_set_dynamic(0)

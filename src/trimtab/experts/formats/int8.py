@@ -23,7 +23,8 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     if not largest.isfinite().all():
         raise ValueError("weights with values that are not finite cannot be stored in int8; check the checkpoint")
     scale = largest / INT8_MAX
-    inverse = torch.where(largest > 0, scale.reciprocal(), 0.0)
+    # Rows so small that their scale has no finite inverse become zeros.
+    inverse = torch.where(scale >= torch.finfo(torch.float32).tiny, scale.reciprocal(), 0.0)
     quantized = (weight.float() * inverse[:, None]).round().clamp(-INT8_MAX, INT8_MAX)
     return quantized.to(torch.int8), scale
 

@@ -23,10 +23,10 @@ def random_expert(seed: int, shape: ExpertShape = SHAPE) -> ExpertTensors:
 
 
 def test_a_quantized_value_is_within_half_a_step_and_the_largest_is_exact_to_rounding() -> None:
-    weight = torch.tensor([[1.0, -2.0, 0.4], [0.0, 0.0, 0.0], [1e-3, 5e-4, -1e-3]])
+    weight = torch.tensor([[1.0, -2.0, 0.4], [0.0, 0.0, 0.0], [1e-3, 5e-4, -1e-3], [1e-40, 0.0, 0.0]])
     quantized, scale = quantize_rows(weight)
-    assert quantized.tolist() == [[64, -127, 25], [0, 0, 0], [127, 64, -127]]
-    assert ((dequantize_rows(quantized, scale) - weight).abs() <= scale[:, None] * 0.5001).all()
+    assert quantized.tolist() == [[64, -127, 25], [0, 0, 0], [127, 64, -127], [0, 0, 0]]
+    assert ((dequantize_rows(quantized, scale) - weight).abs() <= scale[:, None] * 0.5001 + 1e-36).all()
 
 
 def test_encode_and_decode_keep_what_int8_can_hold() -> None:

@@ -33,8 +33,10 @@ struct Range {
   int64_t last;
 };
 
-inline Range share_of_thread(int64_t total, int num_threads) {
+// Asks OpenMP for the team's size: it may have granted fewer threads than the region wanted.
+inline Range share_of_thread(int64_t total) {
   const int64_t thread = omp_get_thread_num();
+  const int64_t num_threads = omp_get_num_threads();
   return {total * thread / num_threads, total * (thread + 1) / num_threads};
 }
 
@@ -146,7 +148,7 @@ template <class Ops>
 void quantise_inner(const MoeChunk& chunk) {
   using Rows = typename Ops::Rows;
   const SlotLayout& layout = *chunk.layout;
-  const Range range = share_of_thread(chunk.num_rows, chunk.num_threads);
+  const Range range = share_of_thread(chunk.num_rows);
   for (int64_t row = range.first; row < range.last; ++row)
     chunk.inner_scales[row] = prepare_row<Rows>(chunk.inner + row * layout.inner_capacity, Scalar::fp32,
                                                 layout.inner_capacity,
@@ -173,7 +175,7 @@ void down_stage(const MoeChunk& chunk, int64_t first_panel, int64_t panels, int6
 // out[token] = sum over k of gate weight * partial, in fp32 and in the order of k: slot numbers, and so the placement,
 // cannot change it.
 inline void combine(const MoeChunk& chunk, int64_t first_panel, int64_t panels) {
-  const Range range = share_of_thread(chunk.num_tokens, chunk.num_threads);
+  const Range range = share_of_thread(chunk.num_tokens);
   for (int64_t token = range.first; token < range.last; ++token) {
     for (int64_t panel = 0; panel < panels; ++panel) {
       alignas(64) float sums[kPanelColumns] = {};
@@ -196,7 +198,7 @@ void moe(const MoeChunk& chunk) {
   const SlotLayout& layout = *chunk.layout;
 #pragma omp parallel num_threads(chunk.num_threads)
   {
-    const Range tokens = share_of_thread(chunk.num_tokens, chunk.num_threads);
+    const Range tokens = share_of_thread(chunk.num_tokens);
     for (int64_t token = tokens.first; token < tokens.last; ++token)
       chunk.hidden_scales[token] =
           prepare_row<Rows>(row_at(chunk.hidden, token), chunk.hidden.scalar, layout.hidden_size,
@@ -232,7 +234,7 @@ void linear(const LinearCall& call) {
   const int64_t total = m.panels * blocks;
 #pragma omp parallel num_threads(call.num_threads)
   {
-    const Range range = share_of_thread(call.num_rows, call.num_threads);
+    const Range range = share_of_thread(call.num_rows);
     for (int64_t row = range.first; row < range.last; ++row)
       call.input_scales[row] = prepare_row<Rows>(row_at(call.input, row), call.input.scalar, m.depth,
                                                  prepared<Rows>(call.input_rows, capacity, row));

@@ -84,7 +84,8 @@ inline float prepare_row(const void* row, Scalar scalar, int64_t columns, typena
     return 1.0f;
   } else {
     const float largest = largest_magnitude(row, scalar, columns);
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    // Below this the inverse would overflow; such a row counts as zeros, wrong by less than its own size.
+    const float inverse = largest > 1e-35f ? 127.0f / largest : 0.0f;
     for (int64_t first = 0; first < columns; first += kRowPiece) {
       read_piece(row, scalar, first, columns, piece);
       int32_t quantised[kRowPiece];
