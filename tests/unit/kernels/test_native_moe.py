@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -220,3 +221,17 @@ def test_a_team_smaller_than_asked_for_still_computes_every_row(weight_format):
         assert torch.equal(layer.native(hidden, slot_ids, gates), expected)
     finally:
         openmp.omp_set_dynamic(0)
+
+
+def test_calls_from_several_python_threads_do_not_share_a_workspace():
+    generator = torch.Generator().manual_seed(15)
+    layer = make_layer(KERNELS, MoeShape(200, 90), Format.BF16, 4, generator)
+    batches = []
+    for num_tokens in (3, 40, 150, 77):
+        slot_ids, gates = routed(num_tokens, 2, 4, generator)
+        batches.append((torch.randn(num_tokens, 200, generator=generator), slot_ids, gates))
+    expected = [layer.native(*batch) for batch in batches]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        for _ in range(5):
+            results = list(pool.map(lambda batch: layer.native(*batch), batches))
+            assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))
