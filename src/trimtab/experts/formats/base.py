@@ -142,6 +142,16 @@ class ExpertFormat(Protocol):
     def decode(self, shape: ExpertShape, stored: Mapping[str, Tensor]) -> ExpertTensors: ...
 
 
+def check_shapes(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError naming the first tensor that is missing, unexpected or of the wrong shape."""
+    for name in sorted(expected.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != expected.get(name):
+            raise ValueError(
+                f"expert tensor {name} (shape {found}) must have shape {expected.get(name)}; check the checkpoint"
+            )
+
+
 def expert_nbytes(expert_format: ExpertFormat, shape: ExpertShape) -> int:
     """Bytes of one expert's stored tensors, without a kernel's padding."""
     return sum(spec.nbytes for spec in expert_format.specs(shape).values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.experts.formats.base import ExpertShape, ExpertTensors, TensorSpec
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors, TensorSpec, check_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,4 @@ class DenseFormat:
         return ExpertTensors(**stored)
 
     def _check(self, shape: ExpertShape, tensors: Mapping[str, Tensor]) -> None:
-        specs = self.specs(shape)
-        for name in sorted(specs.keys() | tensors.keys()):
-            expected = specs[name].shape if name in specs else None
-            found = tuple(tensors[name].shape) if name in tensors else None
-            if found != expected:
-                raise ValueError(
-                    f"expert tensor {name} (shape {found}) must have shape {expected}; check the checkpoint"
-                )
+        check_shapes({name: spec.shape for name, spec in self.specs(shape).items()}, tensors)

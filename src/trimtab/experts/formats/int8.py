@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.experts.formats.base import ExpertShape, ExpertTensors, TensorSpec
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors, TensorSpec, check_shapes
 
 # -128 is not used: a symmetric range needs no zero point.
 INT8_MAX = 127
@@ -57,7 +57,7 @@ class Int8Format:
         """Raises ValueError naming the tensor that is missing, unexpected, of the wrong shape or not finite."""
         given = tensors.tensors()
         specs = {name: spec for name, spec in self.specs(shape).items() if not name.endswith("_scale")}
-        _check({name: spec.shape for name, spec in specs.items()}, given)
+        check_shapes({name: spec.shape for name, spec in specs.items()}, given)
         stored = {}
         for name, tensor in given.items():
             if name.endswith("_bias"):
@@ -68,17 +68,10 @@ class Int8Format:
 
     def decode(self, shape: ExpertShape, stored: Mapping[str, Tensor]) -> ExpertTensors:
         """The expert as fp32; what quantization lost stays lost."""
-        _check({name: spec.shape for name, spec in self.specs(shape).items()}, stored)
+        check_shapes({name: spec.shape for name, spec in self.specs(shape).items()}, stored)
         return ExpertTensors(
             dequantize_rows(stored["gate_up"], stored["gate_up_scale"]),
             dequantize_rows(stored["down"], stored["down_scale"]),
             stored.get("gate_up_bias"),
             stored.get("down_bias"),
         )
-
-
-def _check(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    for name in sorted(shapes.keys() | tensors.keys()):
-        found = tuple(tensors[name].shape) if name in tensors else None
-        if found != (expected := shapes.get(name)):
-            raise ValueError(f"expert tensor {name} (shape {found}) must have shape {expected}; check the checkpoint")
