@@ -28,7 +28,10 @@ EMULATION = Path(__file__).with_name("emulated_avx512.hpp")
 
 @pytest.fixture(scope="module")
 def emulated_path(tmp_path_factory) -> Path:
-    source_flags = {name: ("-mavx2", "-mfma") if name.startswith("kernels") else () for name in SOURCE_FLAGS}
+    source_flags = {
+        name: ("-mavx2", "-mfma") if any("avx512" in flag for flag in flags) else flags
+        for name, flags in SOURCE_FLAGS.items()
+    }
     # scripts/sanitize_native.sh adds its own.
     extra = os.environ.get("TRIMTAB_TEST_FLAGS", "").split()
     flags = (f'-DTRIMTAB_EMULATED_AVX512="{EMULATION}"', "-Wno-psabi", *extra)

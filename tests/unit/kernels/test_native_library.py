@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from native_cases import load_kernels
 
 from trimtab.kernels.native import library, status
-from trimtab.kernels.native.build import BuildError, build, find_compiler
+from trimtab.kernels.native.build import SOURCE_DIR, SOURCE_FLAGS, BuildError, build, find_compiler
 from trimtab.kernels.native.library import Format, Level, NativeCore, choose_kernels, requested_level
 
 KERNELS = load_kernels()
@@ -123,3 +124,18 @@ def test_without_a_compiler_the_build_says_so(monkeypatch, tmp_path):
 def test_every_format_has_a_named_kernel_at_every_level():
     names = {CORE.kernel_name(level, weight_format).decode() for level in Level for weight_format in Format}
     assert names == {"avx2_fp32", "avx2_bf16", "avx2_int8", "avx512_fp32", "avx512_bf16", "avx512_vnni"}
+
+
+@pytest.mark.parametrize("name", [name for name, flags in SOURCE_FLAGS.items() if flags])
+def test_a_file_for_one_instruction_set_shares_no_code_with_the_others(name, tmp_path):
+    """The linker keeps one copy of an inline function; compiled for AVX-512 it would end an older CPU's process."""
+    compiler = find_compiler()
+    if compiler is None or shutil.which("nm") is None:
+        pytest.skip("no C++ compiler or no nm")
+    target = tmp_path / "kernels.o"
+    # Without optimisation every function that is used is also emitted.
+    flags = ["-std=c++17", "-fopenmp", "-O0", "-w", *SOURCE_FLAGS[name]]
+    subprocess.run([compiler, *flags, "-c", str(SOURCE_DIR / name), "-o", str(target)], check=True)
+    symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout.splitlines()
+    shared = [line for line in symbols if line[17:18] in ("W", "V", "u") and "DW.ref" not in line]
+    assert shared == []
