@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -119,6 +120,8 @@ def obey(command: str, conversation: Conversation) -> bool:
 def read_turns(interactive: bool) -> Iterator[str]:
     """What the user types, or the lines of stdin. Ctrl-C at the prompt clears the line; Ctrl-D ends."""
     if not interactive:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a byte that is no text must not end the conversation
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     import readline  # noqa: F401  (gives input() its line editing and history)

@@ -139,14 +139,24 @@ def run(argv: Sequence[str]) -> int:
     except CycloptsError as error:
         print(f"error: {error}\n  trimtab {argv[0]} --help explains", file=sys.stderr)
         return EXIT_USER_ERROR
-    except ValueError as error:
+    except BrokenPipeError:
+        raise  # main() ends quietly
+    except (ValueError, OSError) as error:  # OSError: a folder that cannot be read, a disk that is full
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return result if isinstance(result, int) else 0
 
 
+def _open_what_is_closed() -> None:
+    """A stream that was closed before the start (as by `>&-`) is None; from here on it is one that holds nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def main() -> NoReturn:
     """Entry point. Exit codes: 0 done, 1 some prompts failed, 2 a mistake in what was asked, 130 interrupted."""
+    _open_what_is_closed()
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
@@ -157,6 +167,10 @@ def main() -> NoReturn:
         # The reader of our output left. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_BROKEN_PIPE
+    except OSError as error:  # the last of the output did not fit on the disk
+        print(f"error: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_USER_ERROR
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -84,6 +85,9 @@ def parse_lines(lines: Iterable[str], source: str, *, records_only: bool) -> Ite
         if not line.strip():
             continue
         where = f"{source} line {number}"
+        if not _is_text(line):
+            yield PromptLine(error=f"{where}: not UTF-8 text; convert the input to UTF-8")
+            continue
         record, fault = None, "not a JSON object"
         if records_only or line.lstrip().startswith("{"):
             try:
@@ -98,12 +102,22 @@ def parse_lines(lines: Iterable[str], source: str, *, records_only: bool) -> Ite
             yield PromptLine(text=line)
 
 
+def _is_text(line: str) -> bool:
+    """False where a byte that is not UTF-8 was read: it stands as a lone surrogate, which no tokenizer takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in line)
+
+
 def read_prompts(arguments: list[str] | None, file: Path | None) -> list[PromptLine]:
     """Prompts of the arguments, then of `file` ("-" is stdin; so is neither, when stdin is not a terminal)."""
-    prompts = [PromptLine(text=text) for text in arguments or []]
+    prompts = [
+        PromptLine(text=text) if _is_text(text) else PromptLine(error=f"argument {index}: not UTF-8 text")
+        for index, text in enumerate(arguments or [])
+    ]
     if file is None and not prompts and not sys.stdin.isatty():
         file = Path("-")
     if file is not None and str(file) == "-":
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # one bad line spoils no other
         prompts += parse_lines(sys.stdin, "stdin", records_only=False)
     elif file is not None:
         try:

@@ -108,3 +108,8 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(monkeypatch, capsy
     monkeypatch.setattr("builtins.input", fake_input)
     assert list(read_turns(interactive=True)) == ["hello"]
     assert "Ctrl-D leaves" in capsys.readouterr().out
+
+
+def test_a_byte_that_is_no_text_does_not_end_a_piped_conversation(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nb\n"), encoding="utf-8"))
+    assert list(read_turns(interactive=False)) == ["a\ufffd", "b"]

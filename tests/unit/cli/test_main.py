@@ -141,3 +141,22 @@ def test_a_reader_that_leaves_ends_the_process_quietly():
         process.stdin.close()
         assert process.wait(timeout=60) == 141
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "error"), [(">&- <&- 2>&-", 0, ""), (">/dev/full", 2, "error: [Errno 28]")]
+)
+def test_a_stdout_that_takes_nothing_is_no_traceback(redirect, code, error):
+    program = "import trimtab.cli.main as m; m.run = lambda argv: print('x') or 0; m.main()"
+    command = f'{sys.executable} -c "{program}" {redirect}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr[: len(error)]) == (code, error)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_cannot_be_read_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "trimtab.cli.generate.open_llm", fail_with(PermissionError(13, "Permission denied", "/m/config"))
+    )
+    assert exit_code(monkeypatch, "generate", "--prompt", "x") == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/m/config'\n"

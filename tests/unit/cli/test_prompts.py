@@ -85,3 +85,19 @@ def test_labels_are_short_and_of_one_line():
     assert PromptLine(text="a\nb").label == "a b"
     assert len(PromptLine(text="x" * 100).label) == 60
     assert PromptLine(token_ids=[1, 2]).label == "2 token ids"
+
+
+def test_a_line_of_stdin_that_is_not_utf8_fails_alone(monkeypatch):
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\xff\xfe two\nthr\xc3\xa9\n"), encoding="ascii")
+    )
+    one, bad, three = read_prompts(None, Path("-"))
+    assert (one.text, three.text) == ("one", "thré")
+    assert bad.error == "stdin line 2: not UTF-8 text; convert the input to UTF-8"
+
+
+def test_an_argument_that_is_not_utf8_fails_alone():
+    """Python hands such bytes of the command line over as lone surrogates."""
+    bad, good = read_prompts(["\udcff", "good"], None)
+    assert bad.error == "argument 0: not UTF-8 text"
+    assert good.text == "good"
