@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,22 @@ def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     if not low <= value <= high:
         raise ValueError(f"{name} ({value}) must be in [{low}, {high}]; {remedy}")
     return value
+
+
+def _listed(name: str, value: Any, remedy: str) -> list[Any]:
+    """`value` as a list of its own; None is empty. A string is refused: it would fall apart into characters."""
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} ({value!r}) must be a list; {remedy}")
+    return list(value)
+
+
+def _biased_token(token: Any) -> int:
+    """JSON and the command line have only text for keys."""
+    if isinstance(token, str) and token.strip().isdecimal():
+        token = int(token)
+    return _integer("logit_bias", token, 0, 2**31 - 1, "keys are token ids")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,31 +92,35 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "0 sets no minimum")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens}); lower it")
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop, "give strings")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop ({self.stop!r}) must hold non-empty strings; drop the others")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
         self.stop_token_ids = [
-            _integer("stop_token_ids", token, 0, 2**31 - 1, "give token ids") for token in self.stop_token_ids or []
+            _integer("stop_token_ids", token, 0, 2**31 - 1, "give token ids")
+            for token in _listed("stop_token_ids", self.stop_token_ids, "give token ids")
         ]
         for name in ("presence_penalty", "frequency_penalty"):
             setattr(self, name, _number(name, getattr(self, name), -2.0, 2.0, "0 sets no penalty"))
         self.repetition_penalty = _number(
             "repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 sets no penalty", low_open=True
         )
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise ValueError(f"logit_bias ({self.logit_bias!r}) must map token ids to numbers, as in {{42: -5}}")
         self.logit_bias = {
-            _integer("logit_bias", int(token), 0, 2**31 - 1, "keys are token ids"): _number(
-                f"logit_bias[{token}]", bias, -100.0, 100.0, "0 sets no bias"
-            )
+            _biased_token(token): _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "0 sets no bias")
             for token, bias in (self.logit_bias or {}).items()
         }
         if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _listed("allowed_token_ids", self.allowed_token_ids, "give token ids")
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids ([]) must name at least one token; None allows every token")
             for token in self.allowed_token_ids:
                 _integer("allowed_token_ids", token, 0, 2**31 - 1, "give token ids")
-        self.bad_words = list(self.bad_words or [])
+        self.bad_words = _listed("bad_words", self.bad_words, "give words")
+        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
+            raise ValueError(f"bad_words ({self.bad_words!r}) must hold words with visible characters; drop the others")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _integer(name, value, 0, MAX_LOGPROBS, "None leaves them out")
