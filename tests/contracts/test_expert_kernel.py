@@ -359,3 +359,29 @@ def test_a_missing_or_misshapen_tensor_is_refused_by_name(name: str, dtype: torc
         kernel.load_slot(0, ExpertTensors(complete.gate_up, complete.down, complete.gate_up_bias))
     with pytest.raises(ValueError, match=r"down \(shape \(32, 48\)\) must have shape \(48, 32\)"):
         kernel.load_slot(0, ExpertTensors(complete.gate_up, complete.down.t(), *list(complete.tensors().values())[2:]))
+
+
+@every_kernel
+@pytest.mark.parametrize("hidden_size", [48, 64, 131])
+def test_experts_and_combine_give_the_bits_of_the_whole_call(name: str, dtype: torch.dtype, hidden_size: int) -> None:
+    """Expert parallelism: outputs travel unweighted, and the token's owner sums them."""
+    generator = torch.Generator().manual_seed(SEED)
+    shape = make_shape(hidden_size, 32, has_bias=True)
+    kernel, _ = loaded(name, dtype, shape, 6, generator)
+    hidden, slot_ids, weights = batch(shape, 6, 37, 3, dtype, generator)
+    slot_ids[torch.rand(slot_ids.shape, generator=generator) < 0.2] = -1
+    slot_ids[5] = -1
+    whole = kernel(hidden, slot_ids, weights)
+    tokens, k = (slot_ids >= 0).nonzero(as_tuple=True)
+    outputs = torch.full((37, 3, hidden_size), float("nan"))  # a dropped pair's row may hold anything
+    halves = (torch.arange(len(tokens)) % 2 == 0, torch.arange(len(tokens)) % 2 == 1)
+    parts = halves if KERNELS[name].row_invariant else (torch.ones(len(tokens), dtype=torch.bool),)
+    for part in parts:
+        rows, slots = hidden[tokens[part]], slot_ids[tokens[part], k[part]]
+        outputs[tokens[part], k[part]] = kernel.experts(rows, slots)
+    before = outputs.clone()
+    out = torch.empty_like(hidden)
+    kernel.combine(outputs, slot_ids, weights, out)
+    assert torch.equal(out, whole)
+    assert torch.equal(outputs.nan_to_num(7.0), before.nan_to_num(7.0)), "what was received is only read"
+    assert kernel.experts(hidden[:0], slot_ids[:0, 0]).shape == (0, hidden_size)

@@ -23,7 +23,9 @@ _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 # Each instruction set has its own file and flags; what runs on every CPU is compiled without any.
 SOURCE_FLAGS: dict[str, tuple[str, ...]] = {
     "api.cpp": (),
+    "combine.cpp": ("-mavx2", "-mfma"),
     "dispatch.cpp": (),
+    "exchange.cpp": (),
     "layers.cpp": (),
     "layout.cpp": (),
     "self_test.cpp": (),

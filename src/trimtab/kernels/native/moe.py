@@ -138,21 +138,31 @@ class NativeMoe:
         The K partial outputs are weighted and summed in fp32 in the order of k, and rounded once. A row is bitwise the
         same whatever other rows are present. Holds no GIL while it computes.
         """
+        out = torch.empty_like(hidden)
+        self._run(hidden, slot_ids, gate_weights, out)
+        return out
+
+    def experts(self, rows: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
+        """rows [N, H] fp32 or bf16, slot_ids [N] int64 -> [N, H] fp32: each row's expert without a gate weight."""
+        out = torch.empty(rows.shape)
+        # A product with one, added to zero, is the expert's output itself.
+        self._run(rows, slot_ids[:, None], torch.ones(len(rows), 1), out)
+        return out
+
+    def _run(self, hidden: torch.Tensor, slot_ids: torch.Tensor, gate_weights: torch.Tensor, out: torch.Tensor) -> None:
         num_tokens, top_k = slot_ids.shape
         assert hidden.shape == (num_tokens, self.shape.hidden_size), f"hidden is {tuple(hidden.shape)}"
         assert gate_weights.shape == slot_ids.shape and slot_ids.dtype == torch.int64
         hidden = hidden.contiguous()
         slot_ids = slot_ids.contiguous()
         gate_weights = gate_weights.to(torch.float32).contiguous()
-        out = torch.empty_like(hidden)
-        scalar = SCALARS[hidden.dtype]
         check_status(
             self._core.moe(
                 self._layer_address,
                 hidden.data_ptr(),
-                scalar,
+                SCALARS[hidden.dtype],
                 out.data_ptr(),
-                scalar,
+                SCALARS[out.dtype],
                 slot_ids.data_ptr(),
                 gate_weights.data_ptr(),
                 num_tokens,
@@ -160,7 +170,6 @@ class NativeMoe:
                 torch.get_num_threads(),
             )
         )
-        return out
 
 
 def _check_shape(shape: MoeShape, weight_format: Format) -> None:

@@ -1,6 +1,6 @@
 """The contract of an expert kernel: slots hold experts, a call computes the weighted sum of each token's experts."""
 
-# T tokens  K top-k  H hidden size
+# T tokens  K top-k  N token-expert pairs  H hidden size
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class ExpertKernel(Protocol):
     1. `load_slot` fills a slot (at loading, and again when a commit installs another expert there); the kernel keeps
        its own storage of the expert and no reference to the tensors it was given.
     2. `__call__` computes with what the slots hold now.
-    3. `read_slot` gives a slot's expert back in canonical layout.
+    3. `experts` and `combine` are `__call__` in two halves, for tokens whose experts live on several ranks: together
+       they give bitwise the same result, wherever each row was computed.
+    4. `read_slot` gives a slot's expert back in canonical layout.
 
     Called on: the runner's thread, one call at a time.
     """
@@ -35,5 +37,16 @@ class ExpertKernel(Protocol):
 
         An id of -1 contributes nothing. Gate weights multiply the experts' outputs and the K products are summed in
         fp32 in k order, then rounded once. The result is the caller's: a later call does not change it.
+        """
+        ...
+
+    def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
+        """rows [N, H], slot_ids [N] int64, none negative -> [N, H] fp32: each row's expert, without a gate weight."""
+        ...
+
+    def combine(self, outputs: Tensor, slot_ids: Tensor, gate_weights: Tensor, out: Tensor) -> None:
+        """outputs [T, K, H] fp32 of `experts`, slot_ids [T, K], gate_weights [T, K] -> written to out [T, H].
+
+        Of slot ids only the sign is read: where negative, `outputs` may hold anything.
         """
         ...

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors
 from trimtab.experts.formats.registry import find_format
+from trimtab.kernels.native import exchange
 from trimtab.kernels.native.library import SCALARS, Format, native_kernels
 from trimtab.kernels.native.moe import ACTIVATIONS, MoeShape, MoeWeights, NativeMoe
 
@@ -29,7 +30,7 @@ def native_refusal(shape: ExpertShape, storage: str | torch.dtype) -> str | None
     kernels = native_kernels()
     if not kernels.supports(_FORMATS[name]):
         return "; ".join(f"{choice.name}: {choice.reason}" for choice in kernels.choices)
-    return None
+    return exchange.exchange_refusal()
 
 
 class NativeExpertKernel:
@@ -68,3 +69,16 @@ class NativeExpertKernel:
         if hidden.dtype in SCALARS:
             return self._layer(hidden, slot_ids, gate_weights)
         return self._layer(hidden.float(), slot_ids, gate_weights).to(hidden.dtype)
+
+    def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
+        if rows.dtype not in SCALARS:
+            rows = rows.float()
+        return self._layer.experts(rows, slot_ids)
+
+    def combine(self, outputs: Tensor, slot_ids: Tensor, gate_weights: Tensor, out: Tensor) -> None:
+        if out.dtype in SCALARS:
+            exchange.combine(outputs, slot_ids, gate_weights, out)
+            return
+        total = torch.empty(out.shape)
+        exchange.combine(outputs, slot_ids, gate_weights, total)
+        out.copy_(total)

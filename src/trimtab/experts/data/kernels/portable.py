@@ -69,26 +69,44 @@ class PortableExpertKernel:
 
     def _sum_of_experts(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
         num_tokens, top_k = slot_ids.shape
-        flat = slot_ids.reshape(-1)
-        order = flat.argsort(stable=True)
+        outputs = self._partials(num_tokens * top_k)
+        self._run_pairs(hidden, slot_ids.reshape(-1), top_k, outputs)
+        out = torch.empty_like(hidden)
+        self._sum_in_place(outputs.view(num_tokens, top_k, self.shape.hidden_size), slot_ids, gate_weights, out)
+        return out
+
+    def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
+        outputs = torch.empty(len(slot_ids), self.shape.hidden_size)
+        self._run_pairs(rows, slot_ids, 1, outputs)
+        return outputs
+
+    def combine(self, outputs: Tensor, slot_ids: Tensor, gate_weights: Tensor, out: Tensor) -> None:
+        self._sum_in_place(outputs.clone(), slot_ids, gate_weights, out)
+
+    def _run_pairs(self, hidden: Tensor, slot_ids: Tensor, top_k: int, outputs: Tensor) -> None:
+        """hidden [T, H], slot_ids [T * K] -> outputs [T * K, H] fp32; rows of dropped pairs are left as they are."""
+        order = slot_ids.argsort(stable=True)
         tokens = order // top_k
         # Index 0 counts the dropped pairs; after the sort they come first.
-        ends = torch.bincount(flat + 1, minlength=self.num_slots + 1).cumsum(0).tolist()
-        partial = self._partials(num_tokens * top_k)
+        ends = torch.bincount(slot_ids + 1, minlength=self.num_slots + 1).cumsum(0).tolist()
         for slot, (start, end) in enumerate(pairwise(ends)):
             if start < end:
                 rows = hidden.index_select(0, tokens[start:end])
-                partial.index_copy_(0, order[start:end], self._run_expert(self._expert(slot), rows))
+                outputs.index_copy_(0, order[start:end], self._run_expert(self._expert(slot), rows))
+
+    def _sum_in_place(self, outputs: Tensor, slot_ids: Tensor, gate_weights: Tensor, out: Tensor) -> None:
+        """outputs [T, K, H], overwritten -> out [T, H]."""
         weights = gate_weights.to(torch.float32)
-        if ends[0]:
+        dropped = slot_ids < 0
+        if dropped.any():
             # What lies in a dropped pair's row is an earlier call's, possibly inf: a zero weight alone is not enough.
-            partial.index_fill_(0, order[: ends[0]], 0.0)
-            weights = weights.masked_fill(slot_ids < 0, 0.0)
-        parts = partial.view(num_tokens, top_k, self.shape.hidden_size).mul_(weights[:, :, None])
-        total = parts[:, 0].clone()
-        for k in range(1, top_k):
-            total += parts[:, k]
-        return total.to(hidden.dtype)
+            outputs.masked_fill_(dropped[:, :, None], 0.0)
+            weights = weights.masked_fill(dropped, 0.0)
+        outputs.mul_(weights[:, :, None])
+        total = outputs[:, 0].clone()
+        for k in range(1, outputs.shape[1]):
+            total += outputs[:, k]
+        out.copy_(total)
 
     def _run_expert(self, expert: PackedExpert, rows: Tensor) -> Tensor:
         """rows [R, H] -> [R, H] fp32."""

@@ -34,17 +34,28 @@ class ReferenceExpertKernel:
         return tensors
 
     def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
-        out = torch.zeros(hidden.shape, dtype=torch.float32)
+        tokens, k = (slot_ids >= 0).nonzero(as_tuple=True)
+        outputs = torch.zeros(*slot_ids.shape, hidden.shape[1])
+        outputs[tokens, k] = self.experts(hidden[tokens], slot_ids[tokens, k])
+        out = torch.empty_like(hidden)
+        self.combine(outputs, slot_ids, gate_weights, out)
+        return out
+
+    def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
+        out = torch.empty(rows.shape, dtype=torch.float32)
+        for slot in slot_ids.unique().tolist():
+            chosen = slot_ids == slot
+            expert = self.read_slot(slot)
+            pre = _linear(rows[chosen], expert.gate_up, expert.gate_up_bias)
+            out[chosen] = _linear(self.shape.activation.function(pre), expert.down, expert.down_bias)
+        return out
+
+    def combine(self, outputs: Tensor, slot_ids: Tensor, gate_weights: Tensor, out: Tensor) -> None:
+        total = torch.zeros(out.shape, dtype=torch.float32)
         for k in range(slot_ids.shape[1]):
-            for slot in slot_ids[:, k].unique().tolist():
-                if slot < 0:
-                    continue
-                rows = (slot_ids[:, k] == slot).nonzero().squeeze(1)
-                expert = self.read_slot(slot)
-                pre = _linear(hidden[rows], expert.gate_up, expert.gate_up_bias)
-                down = _linear(self.shape.activation.function(pre), expert.down, expert.down_bias)
-                out[rows] += gate_weights[rows, k, None].float() * down
-        return out.to(hidden.dtype)
+            chosen = slot_ids[:, k] >= 0
+            total[chosen] += gate_weights[chosen, k, None].float() * outputs[chosen, k]
+        out.copy_(total)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
