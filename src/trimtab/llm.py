@@ -150,24 +150,12 @@ class LLM:
             usage.detach(layers)
 
     def stats(self) -> dict[str, Any]:
-        """What the engine did and what it holds, as plain data."""
-        allocator, scheduler = self.engine.allocator, self.engine.scheduler
+        """What the engine did and what it holds, as plain data: over all data-parallel ranks, and of each."""
         return {
             "model": self._parts.spec.architecture,
             "max_model_len": self.max_model_len,
             "memory_bytes": dict(self._parts.memory_bytes),
-            "kv_cache": {
-                "block_size": allocator.block_size,
-                "num_blocks": allocator.pool.num_blocks,
-                "num_free_blocks": allocator.pool.num_free,
-            },
-            "prefix_cache": {
-                "num_queried_tokens": allocator.stats.num_queried_tokens,
-                "num_hit_tokens": allocator.stats.num_hit_tokens,
-                "hit_rate": allocator.stats.hit_rate,
-            },
-            "num_preemptions": scheduler.num_preemptions,
-            "num_unfinished": self.engine.num_unfinished,
+            **self.engine.stats(),
             "start_up_s": dict(self._parts.start_up_s),
         }
 

@@ -3,6 +3,9 @@
 Plain data (ints, lists, strings, numpy), so that a plan can cross a process boundary. A *row* is a place in the
 worker's request table: a request keeps its row from `OpenRow` until it is closed; the scheduler owns the numbering.
 Rows closed by a plan are free before the same plan opens rows. All plans are executed in the order of `step_id`.
+
+Each data-parallel rank has rows of its own and gets its own plan for every step; lists of plans and of outputs are
+indexed by that rank. The tensor-parallel ranks of one data-parallel rank all run its plan.
 """
 
 from __future__ import annotations
@@ -44,11 +47,15 @@ class ScheduledRow:
 
 @dataclass(slots=True)
 class StepPlan:
+    """One data-parallel rank's part of a step, which may be nothing."""
+
     step_id: int
     close_rows: list[int] = field(default_factory=list)
     open_rows: list[OpenRow] = field(default_factory=list)
     scheduled: list[ScheduledRow] = field(default_factory=list)
     commands: list[Any] = field(default_factory=list)  # the balancer's, executed before the forward
+    # Whether any rank computes in this step: MoE layers are collective, so one without rows then takes part with none.
+    runs_forward: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -79,21 +86,39 @@ class StepOutput:
     reports: list[Any] = field(default_factory=list)  # the balancer's
 
 
-class PendingStep(Protocol):
-    """A step in flight. `get` waits for its result; called exactly once, in launch order."""
+class PendingOutput(Protocol):
+    """One rank's output on its way. `get` waits for it; called exactly once, in launch order."""
 
     def get(self) -> StepOutput: ...
 
 
-class Executor(Protocol):
-    """Runs step plans on the worker(s).
+class Runner(Protocol):
+    """One rank's worker as executors see it: launch a step, then launch its sampling."""
 
-    1. `execute(plan)` launches the step and returns at once where the device allows it.
-    2. `PendingStep.get()` gives the output, in launch order; it raises what the step raised.
-    3. `shutdown()` ends everything that was started; safe to call twice.
+    def execute(self, plan: StepPlan) -> None: ...
+
+    def sample(self) -> PendingOutput: ...
+
+
+class PendingStep(Protocol):
+    """A step in flight. `get` waits for all ranks' outputs; called exactly once, in launch order."""
+
+    def get(self) -> list[StepOutput]: ...
+
+
+class Executor(Protocol):
+    """Runs step plans on the workers of all ranks.
+
+    1. `execute(plans)`, one plan per data-parallel rank with the same `step_id`, launches the step and returns at once
+       where the device allows it.
+    2. `PendingStep.get()` gives the outputs, in launch order; it raises what the step raised on any rank.
+    3. `check_health()` raises the fault of a worker that failed, also between steps.
+    4. `shutdown()` ends everything that was started; safe to call twice.
     """
 
-    def execute(self, plan: StepPlan) -> PendingStep: ...
+    def execute(self, plans: list[StepPlan]) -> PendingStep: ...
+
+    def check_health(self) -> None: ...
 
     def shutdown(self) -> None: ...
 

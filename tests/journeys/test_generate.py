@@ -84,7 +84,7 @@ def test_requests_that_share_too_little_kv_memory_are_preempted_and_still_right(
         ample = [output.outputs[0].token_ids for output in llm.generate(batch, params, use_tqdm=False)]
         assert llm.stats()["num_preemptions"] == 0
         block_bytes = llm.stats()["memory_bytes"]["kv_cache"] // llm.stats()["kv_cache"]["num_blocks"]
-        one_request = 1 + llm.engine.allocator.peak_blocks(39)
+        one_request = 1 + llm.engine.scheduler.ranks[0].allocator.peak_blocks(39)
     for depth in (1, 2):
         scarce = {"kv_cache_memory_bytes": block_bytes * (one_request + 4), "async_depth": depth}
         with LLM(str(checkpoint), **scarce, **options) as llm:

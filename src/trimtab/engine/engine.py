@@ -11,10 +11,12 @@ from typing import Any, Protocol
 from trimtab.engine.admission import RequestLimits
 from trimtab.engine.completion import Completion, UserRequest
 from trimtab.engine.config import CacheConfig, SchedulerConfig
+from trimtab.engine.data_parallel import DataParallelScheduler
 from trimtab.engine.detokenizer import Decoder, Tokenizer
 from trimtab.engine.kv_cache import KVCacheAllocator
 from trimtab.engine.request import Request, spawn
 from trimtab.engine.scheduler import Progress, Scheduler
+from trimtab.engine.stats import rank_stats, total_stats
 from trimtab.engine.stop import bad_word_token_ids
 from trimtab.outputs import RequestMetrics, RequestOutput
 from trimtab.plan import Executor, KVCacheConfig, PendingStep, StepPlan
@@ -49,6 +51,8 @@ class Engine:
     1. `add_request` checks and queues; a request that cannot run raises ValueError and harms no other.
     2. `step` while `has_unfinished`: each call takes one step's tokens and returns the requests they moved.
     3. `abort` ends a request early and gives its last output.
+
+    The limits of `scheduler` and the blocks of `kv_cache` are those of each data-parallel rank.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Engine:
         scheduler: SchedulerConfig,
         *,
         vocab_size: int,
+        data_parallel_size: int = 1,
         cache: CacheConfig | None = None,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -72,15 +77,18 @@ class Engine:
         self._decoder: Decoder | None = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self.limits = RequestLimits(scheduler, kv_cache, vocab_size)
         self.async_depth = scheduler.async_depth
-        self.allocator = KVCacheAllocator(
-            kv_cache,
-            max_step_tokens=scheduler.max_num_batched_tokens,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            weights_version=weights_version,
-        )
-        self.scheduler = Scheduler(scheduler, self.allocator)
+        allocators = [
+            KVCacheAllocator(
+                kv_cache,
+                max_step_tokens=scheduler.max_num_batched_tokens,
+                enable_prefix_caching=cache.enable_prefix_caching,
+                weights_version=weights_version,
+            )
+            for _ in range(data_parallel_size)
+        ]
+        self.scheduler = DataParallelScheduler([Scheduler(scheduler, allocator) for allocator in allocators])
         self.balancer = balancer or NoBalancer()
-        self.in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self.in_flight: deque[tuple[list[StepPlan], PendingStep]] = deque()
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
         self._requests: dict[str, UserRequest] = {}
@@ -100,16 +108,18 @@ class Engine:
         """Keeps `async_depth` steps in flight, takes the oldest one's output and returns the requests it moved."""
         self._check_alive()
         try:
-            while len(self.in_flight) < self.async_depth and (plan := self.scheduler.schedule()):
-                plan.commands = self.balancer.commands()
-                self.in_flight.append((plan, self.executor.execute(plan)))
+            while len(self.in_flight) < self.async_depth and (plans := self.scheduler.schedule()):
+                commands = self.balancer.commands()
+                for plan in plans:
+                    plan.commands = commands
+                self.in_flight.append((plans, self.executor.execute(plans)))
             if not self.in_flight:
                 assert not self._requests, "unfinished requests, none in flight and none that can be scheduled"
                 return []
-            plan, pending = self.in_flight.popleft()
-            output = pending.get()
-            self.balancer.on_reports(output.reports)
-            return self._emit(self.scheduler.advance(plan, output))
+            plans, pending = self.in_flight.popleft()
+            outputs = pending.get()
+            self.balancer.on_reports([report for output in outputs for report in output.reports])
+            return self._emit(self.scheduler.advance(plans, outputs))
         except Exception as cause:
             return self._die(cause)
         except BaseException as cause:  # Ctrl-C: nobody knows how far the worker came with the step
@@ -124,15 +134,22 @@ class Engine:
         *,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> None:
         """Queues a prompt: text (needs a tokenizer) or token ids, whose text may be given for the record.
 
         Raises ValueError for what cannot run; other requests are not touched. Without a tokenizer outputs have token
-        ids and no text.
+        ids and no text. `data_parallel_rank` None: the rank with the fewest unfinished sequences.
         """
-        self._check_alive()
+        self.check_health()
         if request_id in self._requests:
             raise ValueError(f"request_id ({request_id!r}) names a request that is still running; give another")
+        num_ranks = len(self.scheduler.ranks)
+        if data_parallel_rank is not None and not 0 <= data_parallel_rank < num_ranks:
+            raise ValueError(
+                f"data_parallel_rank ({data_parallel_rank}) must be in [0, {num_ranks - 1}], this engine's ranks; "
+                "leave it out to take the least loaded"
+            )
         sampling = sampling or SamplingParams()
         text = prompt if isinstance(prompt, str) else prompt_text
         token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
@@ -151,7 +168,7 @@ class Engine:
             cache_salt=cache_salt,
             max_total_tokens=self.limits.max_total_tokens(len(prompt_token_ids), sampling),
         )
-        self._queue(request, text)
+        self._queue(request, text, data_parallel_rank)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request with finish_reason "abort", frees its blocks and returns its last output.
@@ -167,7 +184,25 @@ class Engine:
 
     def reset_prefix_cache(self, weights_version: str | None = None) -> None:
         """Forgets all cached prefixes; new weights bring their `weights_version`."""
-        self.allocator.reset_prefix_cache(weights_version)
+        for rank in self.scheduler.ranks:
+            rank.allocator.reset_prefix_cache(weights_version)
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError once the engine or one of its workers has met a fault, also while nothing runs."""
+        self._check_alive()
+        try:
+            self.executor.check_health()
+        except Exception as cause:
+            raise EngineDeadError(f"the engine stopped: {cause!r}; build a new one") from cause
+
+    def stats(self) -> dict[str, Any]:
+        """What was done and what is held, as plain data: over all data-parallel ranks, and under "ranks" of each.
+
+        Sequences are counted there; `num_unfinished` at the top counts requests.
+        """
+        ranks = [rank_stats(rank) for rank in self.scheduler.ranks]
+        total = total_stats(ranks)
+        return {**total, "num_unfinished": self.num_unfinished, "ranks": ranks}
 
     def shutdown(self) -> None:
         self.executor.shutdown()
@@ -179,7 +214,7 @@ class Engine:
             raise ValueError(f"prompt ({prompt[:40]!r}) is text and this engine has no tokenizer; give token ids")
         return self.tokenizer.encode(prompt) if prompt else []
 
-    def _queue(self, request: Request, text: str | None) -> None:
+    def _queue(self, request: Request, text: str | None, rank: int | None) -> None:
         decoder = self._decoder if request.sampling.detokenize else None
         completions = [Completion(sequence, decoder) for sequence in spawn(request)]
         metrics = RequestMetrics(arrival_s=time.monotonic())
@@ -187,7 +222,7 @@ class Engine:
         self._requests[request.request_id] = user_request
         for completion in completions:
             self._completions[completion.request] = (user_request, completion)
-            self.scheduler.add(completion.request)
+        self.scheduler.add([completion.request for completion in completions], rank)
 
     # -- outputs out ---------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ class Request:
     max_total_tokens: int = 0  # prompt plus output, both limits (max_tokens, max_model_len) applied
     leader: Request | None = None  # the sibling whose prompt blocks this one waits for and shares
 
-    arrival: int = 0  # place in the queue, unique; set by the scheduler
+    dp_rank: int = 0  # the data-parallel rank it lives on
+    arrival: int = 0  # place in that rank's queue, unique; set by the scheduler
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -41,7 +41,7 @@ class Scheduler:
     """Owns the requests, their rows and, through the allocator, their KV blocks.
 
     1. `add` queues a request; `finish` ends one from outside (abort, stop string, error).
-    2. `schedule` makes the next plan, or None while there is nothing to compute.
+    2. `schedule` makes the plan of the next step, or None while there is nothing to compute.
     3. `advance` takes the output of the oldest plan in flight: accepts tokens, finds ends, publishes full blocks.
     """
 
@@ -52,7 +52,6 @@ class Scheduler:
         self.running: list[Request] = []  # guarded ones first, then by arrival: the last one is preempted first
         self.num_preemptions = 0
         self._arrivals = 0
-        self._step_id = 0
         self._free_rows = list(range(config.max_num_seqs))
         self._rows_to_close: list[int] = []
         self._launched: dict[int, list[_Launched]] = {}  # step id -> parts
@@ -74,8 +73,8 @@ class Scheduler:
             self._retire(request)
             request.finish(reason, stop_reason=stop_reason, error=error)
 
-    def schedule(self) -> StepPlan | None:
-        plan = StepPlan(self._step_id)
+    def schedule(self, step_id: int) -> StepPlan | None:
+        plan = StepPlan(step_id)
         parts: list[_Launched] = []
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(plan, parts, self.config.max_num_batched_tokens)
@@ -85,7 +84,6 @@ class Scheduler:
             return None  # rows to close stay noted for the next plan
         plan.close_rows, self._rows_to_close = self._rows_to_close, []
         self._launched[plan.step_id] = parts
-        self._step_id += 1
         return plan
 
     def advance(self, plan: StepPlan, output: StepOutput) -> list[Progress]:

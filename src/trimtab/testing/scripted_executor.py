@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -69,18 +70,57 @@ class _Row:
     block_tables: list[list[int]] = field(default_factory=list)
 
 
-class _Pending:
-    def __init__(self, executor: ScriptedExecutor, output: StepOutput) -> None:
-        self.executor, self.output = executor, output
+class _PendingStep:
+    def __init__(self, executor: ScriptedExecutor, outputs: list[StepOutput]) -> None:
+        self.executor, self.outputs = executor, outputs
 
-    def get(self) -> StepOutput:
+    def get(self) -> list[StepOutput]:
         assert self.executor.in_flight[0] is self, "outputs are taken in launch order, each once"
         self.executor.in_flight.popleft()
-        return self.output
+        return self.outputs
 
 
 class ScriptedExecutor:
-    """An `Executor` that runs the fake model at launch and hands the tokens out on `get`.
+    """An `Executor` that runs a `ScriptedRunner` per rank at launch and hands the tokens out on `get`."""
+
+    def __init__(self, kv_cache: KVCacheConfig, *, num_ranks: int = 1, **options: Any) -> None:
+        self.ranks = [ScriptedRunner(kv_cache, **options) for _ in range(num_ranks)]
+        self.in_flight: deque[_PendingStep] = deque()
+        self.max_in_flight = 0
+        self.is_shut_down = False
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(rank.num_computed_tokens for rank in self.ranks)
+
+    def execute(self, plans: list[StepPlan]) -> _PendingStep:
+        assert len({plan.step_id for plan in plans}) == 1, "the ranks are sent to different steps"
+        outputs = []
+        for rank, plan in zip(self.ranks, plans, strict=True):
+            rank.execute(plan)
+            outputs.append(rank.sample().get())
+        pending = _PendingStep(self, outputs)
+        self.in_flight.append(pending)
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
+        return pending
+
+    def check_health(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class _PendingOutput:
+    def __init__(self, output: StepOutput) -> None:
+        self.output = output
+
+    def get(self) -> StepOutput:
+        return self.output
+
+
+class ScriptedRunner:
+    """One rank's fake model.
 
     `fail_row(step_id, request_id)` gives a reason to fail that row, or None; `raise_at_step` breaks the whole step.
     """
@@ -100,10 +140,9 @@ class ScriptedExecutor:
         self.raise_at_step = raise_at_step
         self.script = script  # (row, number of output tokens so far) -> token, in place of the hash
         self.plans: list[StepPlan] = []
-        self.in_flight: deque[_Pending] = deque()
-        self.max_in_flight = 0
+        self.num_forwards = 0
         self.rows: dict[int, _Row] = {}
-        self.is_shut_down = False
+        self._outputs: deque[StepOutput] = deque()
         # block -> slot -> (group, position, value); a block handed out again still holds what the last owner wrote
         self._memory: dict[int, list[tuple[int, int, int] | None]] = {}
 
@@ -111,7 +150,7 @@ class ScriptedExecutor:
     def num_computed_tokens(self) -> int:
         return sum(plan.num_tokens for plan in self.plans)
 
-    def execute(self, plan: StepPlan) -> _Pending:
+    def execute(self, plan: StepPlan) -> None:
         if plan.step_id == self.raise_at_step:
             raise RuntimeError(f"the scripted model breaks at step {plan.step_id}")
         assert plan.step_id == len(self.plans), f"step {plan.step_id} comes after {len(self.plans)} steps"
@@ -122,18 +161,17 @@ class ScriptedExecutor:
             assert opened.row not in self.rows, f"row {opened.row} is opened while it is in use"
             tables: list[list[int]] = [[] for _ in self.kv_cache.groups]
             self.rows[opened.row] = _Row(opened, list(opened.token_ids), None, tables)
+        assert plan.runs_forward or not plan.scheduled, "rows are scheduled in a step that computes nothing"
+        self.num_forwards += plan.runs_forward
         rows = [scheduled.row for scheduled in plan.scheduled]
         assert len(set(rows)) == len(rows), f"a row is scheduled twice in step {plan.step_id}"
         output = StepOutput(plan.step_id)
         for scheduled in plan.scheduled:
             self._run_row(plan.step_id, scheduled, output)
-        pending = _Pending(self, output)
-        self.in_flight.append(pending)
-        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
-        return pending
+        self._outputs.append(output)
 
-    def shutdown(self) -> None:
-        self.is_shut_down = True
+    def sample(self) -> _PendingOutput:
+        return _PendingOutput(self._outputs.popleft())
 
     def _run_row(self, step_id: int, scheduled: ScheduledRow, output: StepOutput) -> None:
         row = self.rows[scheduled.row]

@@ -9,6 +9,7 @@ import pytest
 
 from trimtab.engine.config import CacheConfig, SchedulerConfig
 from trimtab.engine.engine import Engine, EngineDeadError
+from trimtab.engine.scheduler import Scheduler
 from trimtab.outputs import CompletionOutput
 from trimtab.plan import OpenRow
 from trimtab.sampling_params import SamplingParams
@@ -65,6 +66,11 @@ def make_engine(
     )
 
 
+def only_rank(engine: Engine) -> Scheduler:
+    (rank,) = engine.scheduler.ranks
+    return rank
+
+
 def say(script: str, **sampling: Any) -> CompletionOutput:
     """What becomes of a request whose model would answer `script`."""
     eos = frozenset(map(ord, sampling.pop("eos", "")))
@@ -107,13 +113,13 @@ def test_kv_cache_of_one_and_a_half_requests_serves_six(async_depth: int, window
     outputs = {}
     while engine.has_unfinished:
         moved = engine.step()
-        check_accounts(engine.scheduler)
+        check_accounts(only_rank(engine))
         outputs.update({output.request_id: output for output in moved})
     for request_id, prompt in prompts.items():
         assert outputs[request_id].outputs[0].token_ids == solo_tokens(prompt, 30, vocab_size=VOCAB, windows=windows)
-        assert outputs[request_id].metrics.num_preemptions <= engine.scheduler.config.max_preemptions + 1
+        assert outputs[request_id].metrics.num_preemptions <= only_rank(engine).config.max_preemptions + 1
     assert engine.scheduler.num_preemptions > 0
-    assert engine.allocator.stats.hit_rate == 0  # B106: only their own blocks were ever found
+    assert only_rank(engine).allocator.stats.hit_rate == 0  # B106: only their own blocks were ever found
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
@@ -127,7 +133,7 @@ def test_tokens_are_the_same_cold_warm_and_warm_with_a_longer_suffix(windows: tu
         assert tokens_of(engine, prompt, max_tokens=6) == cold
         longer = [*prompt, 1, 2, 3]
         assert tokens_of(engine, longer, max_tokens=6) == solo_tokens(longer, 6, vocab_size=VOCAB, windows=windows)
-    assert engine.allocator.stats.num_hit_tokens > 0
+    assert only_rank(engine).allocator.stats.num_hit_tokens > 0
 
 
 def test_second_run_of_a_prompt_says_how_much_of_it_was_cached() -> None:
@@ -209,7 +215,7 @@ def test_stop_set_sent_to_the_worker_holds_all_ids_that_may_end_the_request() ->
     engine.add_request("b", [1], SamplingParams(stop_token_ids=[9], detokenize=False, max_tokens=1, ignore_eos=True))
     engine.step()
     assert isinstance(engine.executor, ScriptedExecutor)
-    assert [row.stop_token_ids for row in engine.executor.plans[0].open_rows] == [[2, 7, 9], [9]]
+    assert [row.stop_token_ids for row in engine.executor.ranks[0].plans[0].open_rows] == [[2, 7, 9], [9]]
 
 
 def test_no_eos_before_min_tokens() -> None:
@@ -256,7 +262,7 @@ def test_bad_words_reach_the_worker_as_token_sequences() -> None:
     engine.add_request("r", "hi", SamplingParams(bad_words=["no"], max_tokens=1))
     engine.step()
     assert isinstance(engine.executor, ScriptedExecutor)
-    assert engine.executor.plans[0].open_rows[0].bad_word_token_ids == [[110, 111], [32, 110, 111]]
+    assert engine.executor.ranks[0].plans[0].open_rows[0].bad_word_token_ids == [[110, 111], [32, 110, 111]]
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -338,7 +344,7 @@ def test_abort_frees_the_blocks_at_once_and_gives_what_there_was() -> None:
         engine.step()
     assert engine.in_flight, "the request is aborted with a step in flight"
     output = engine.abort("r")
-    assert engine.allocator.pool.num_free == 64
+    assert only_rank(engine).allocator.pool.num_free == 64
     assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
     solo = solo_tokens(list(range(20)), 40, vocab_size=VOCAB)
     assert output.outputs[0].token_ids == solo[: len(output.outputs[0].token_ids)] != []
@@ -390,7 +396,7 @@ def test_executor_fault_fails_every_request_and_closes_the_engine(async_depth: i
     for request_id in ("running", "waiting"):
         assert outputs[request_id].outputs[0].finish_reason == "error"
         assert "the scripted model breaks at step 3" in (outputs[request_id].error or "")
-    assert engine.allocator.pool.num_free == 64
+    assert only_rank(engine).allocator.pool.num_free == 64
     for call in (engine.step, lambda: engine.add_request("more", [1])):
         with pytest.raises(EngineDeadError, match="breaks at step 3") as caught:
             call()
@@ -439,7 +445,7 @@ def test_balancer_s_commands_ride_on_every_plan_and_its_reports_come_back() -> N
     engine.balancer = balancer = Counting()
     tokens_of(engine, [1, 2], max_tokens=4)
     assert isinstance(engine.executor, ScriptedExecutor)
-    assert [plan.commands for plan in engine.executor.plans] == [[1], [2], [3], [4]]
+    assert [plan.commands for plan in engine.executor.ranks[0].plans] == [[1], [2], [3], [4]]
     assert balancer.num_reports == 4
 
 
@@ -447,5 +453,5 @@ def test_nothing_is_kept_of_finished_requests() -> None:
     engine = make_engine()
     for index in range(50):
         tokens_of(engine, [index], f"r{index}", max_tokens=3)
-    assert not engine._requests and not engine._completions and not engine.scheduler._launched
+    assert not engine._requests and not engine._completions and not only_rank(engine)._launched
     assert engine.scheduler.num_unfinished == 0 and not engine.in_flight

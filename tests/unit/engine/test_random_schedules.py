@@ -33,7 +33,7 @@ class Load:
     finished: dict[str, RequestOutput]
 
 
-def make_load(rng: random.Random, *, fail_some: bool) -> Load:
+def make_load(rng: random.Random, *, num_ranks: int, fail_some: bool) -> Load:
     windows, block_size = rng.choice(WINDOWS), rng.randint(1, 5)
     max_num_seqs = rng.randint(1, 6)
     config = SchedulerConfig(
@@ -49,15 +49,19 @@ def make_load(rng: random.Random, *, fail_some: bool) -> Load:
     failing = {f"f{index}" for index in range(100)} if fail_some else set()
     executor = ScriptedExecutor(
         kv_cache,
+        num_ranks=num_ranks,
         vocab_size=VOCAB,
         fail_row=lambda step_id, request_id: "scripted" if request_id in failing and step_id % 3 == 0 else None,
     )
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=rng.random() < 0.8)
     eos = frozenset(rng.sample(range(VOCAB), rng.randint(0, 2)))
-    engine = Engine(executor, kv_cache, config, vocab_size=VOCAB, cache=cache, eos_token_ids=eos)
+    engine = Engine(
+        executor, kv_cache, config, vocab_size=VOCAB, data_parallel_size=num_ranks, cache=cache, eos_token_ids=eos
+    )
     if rng.random() < 0.2:  # most keys collide: only the token check stands between requests (B104)
         num_keys = rng.randint(1, 4)
-        engine.allocator._namer = ContentNamer("", lambda message: bytes([sum(message) % num_keys]))
+        for rank in engine.scheduler.ranks:
+            rank.allocator._namer = ContentNamer("", lambda message: bytes([sum(message) % num_keys]))
     return Load(engine, executor, windows, {}, {})
 
 
@@ -75,7 +79,9 @@ def ask(load: Load, rng: random.Random, prefixes: list[list[int]]) -> None:
         prompt_logprobs=rng.choice([None, None, None, 1]),
     )
     request_id = rng.choice("rrrf") + str(len(load.asked))
-    load.engine.add_request(request_id, prompt, sampling)
+    # Now and then to a rank of its own choice, so that some are busy and others idle.
+    ranks = [None, *range(len(load.executor.ranks))] if rng.random() < 0.5 else [rng.choice([None, 0])]
+    load.engine.add_request(request_id, prompt, sampling, data_parallel_rank=rng.choice(ranks))
     eos = frozenset() if sampling.ignore_eos else load.engine._eos_token_ids
     load.asked[request_id] = (prompt, sampling, eos | set(sampling.stop_token_ids))
 
@@ -114,9 +120,9 @@ def expect_solo_tokens(load: Load, output: RequestOutput) -> None:
         assert chosen == prompt[1:]
 
 
-def play(seed: int, *, fail_some: bool = False) -> Load:
+def play(seed: int, *, num_ranks: int = 1, fail_some: bool = False) -> Load:
     rng = random.Random(seed)
-    load = make_load(rng, fail_some=fail_some)
+    load = make_load(rng, num_ranks=num_ranks, fail_some=fail_some)
     prefixes = [rng.choices(range(VOCAB), k=30) for _ in range(2)]
     events = rng.randint(5, 60)
     while events or load.engine.has_unfinished:
@@ -131,17 +137,19 @@ def play(seed: int, *, fail_some: bool = False) -> Load:
             take(load, [] if aborted is None else [aborted])
         elif not load.engine.num_unfinished:
             load.engine.reset_prefix_cache()
-        check_accounts(load.engine.scheduler)
+        for rank in load.engine.scheduler.ranks:
+            check_accounts(rank)
     return load
 
 
 @pytest.mark.parametrize("first_seed", range(0, 300, 100))
 @pytest.mark.parametrize("fail_some", [False, True])
-def test_any_schedule_gives_each_request_its_solo_tokens(first_seed: int, fail_some: bool) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_any_schedule_gives_each_request_its_solo_tokens(first_seed: int, fail_some: bool, num_ranks: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(first_seed, first_seed + 100):
+    for seed in range(first_seed, first_seed + (100 if num_ranks == 1 else 50)):
         print(f"seed {seed}")
-        load = play(seed, fail_some=fail_some)
+        load = play(seed, num_ranks=num_ranks, fail_some=fail_some)
         assert load.finished.keys() == load.asked.keys()
         for output in load.finished.values():
             assert fail_some or output.error is None, output.error
@@ -149,9 +157,15 @@ def test_any_schedule_gives_each_request_its_solo_tokens(first_seed: int, fail_s
             seen.update(completion.finish_reason for completion in output.outputs)
             seen["hit"] += output.num_cached_tokens > 0
             seen["preempted"] += output.metrics.num_preemptions > 0
-            bound = load.engine.scheduler.config.max_preemptions + 1
+            bound = load.engine.scheduler.ranks[0].config.max_preemptions + 1
             assert output.metrics.num_preemptions <= bound * len(output.outputs)
-        pool = load.engine.allocator.pool
-        assert pool.num_free == pool.num_blocks - 1
+        for rank in load.engine.scheduler.ranks:
+            assert rank.allocator.pool.num_free == rank.allocator.pool.num_blocks - 1
+        assert len({rank.num_forwards for rank in load.executor.ranks}) == 1, "B06: every rank runs every step"
+        seen["idle beside busy"] += any(
+            len({bool(plan.scheduled) for plan in step}) == 2
+            for step in zip(*(rank.plans for rank in load.executor.ranks), strict=True)
+        )
         assert not load.executor.in_flight or load.engine.in_flight
     assert min(seen[what] for what in ("stop", "length", "abort", "hit", "preempted")) > 0, seen
+    assert num_ranks == 1 or seen["idle beside busy"] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from trimtab.engine.config import SchedulerConfig
 from trimtab.engine.kv_cache import KVCacheAllocator
 from trimtab.engine.request import Request, RequestStatus, spawn
@@ -9,6 +11,8 @@ from trimtab.engine.scheduler import Scheduler
 from trimtab.plan import StepOutput, StepPlan
 from trimtab.sampling_params import SamplingParams
 from trimtab.testing.scheduling import check_accounts, make_kv_cache
+
+STEP_IDS = itertools.count()
 
 
 def make_scheduler(num_blocks: int = 40, windows: tuple[int | None, ...] = (None,), **limits: int) -> Scheduler:
@@ -27,7 +31,7 @@ def add(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int = 8, *
 
 
 def plan_of(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(next(STEP_IDS))
     check_accounts(scheduler)
     assert plan is not None
     return plan
@@ -67,7 +71,7 @@ def test_length_known_in_advance_causes_no_overrun_step() -> None:
     scheduler = make_scheduler()
     request = add(scheduler, "a", 3, max_tokens=2)
     plans = [plan_of(scheduler), plan_of(scheduler)]
-    assert scheduler.schedule() is None
+    assert scheduler.schedule(next(STEP_IDS)) is None
     for plan in plans:
         arrive(scheduler, plan)
     assert request.finish_reason == "length" and len(request.token_ids) == 5
@@ -122,7 +126,7 @@ def test_preempted_request_waits_for_its_steps_in_flight() -> None:
         plans.append(plan_of(scheduler))
     assert late.num_in_flight == 1 and late.row is None
     scheduler.finish(old, "abort")  # all the room in the world, but its token is still on the way
-    assert scheduler.schedule() is None
+    assert scheduler.schedule(next(STEP_IDS)) is None
     num_known = len(late.token_ids)
     for plan in plans:
         arrive(scheduler, plan)

@@ -1,18 +1,8 @@
-"""Runs the step plans on a model runner in this process."""
+"""Runs the step plans of one rank on a model runner in this process and thread."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from trimtab.plan import PendingStep, StepPlan
-
-
-class Runner(Protocol):
-    """What the executor asks of a model runner: launch a step, then launch its sampling."""
-
-    def execute(self, plan: StepPlan) -> None: ...
-
-    def sample(self) -> PendingStep: ...
+from trimtab.plan import PendingOutput, PendingStep, Runner, StepOutput, StepPlan
 
 
 class InlineExecutor:
@@ -21,9 +11,21 @@ class InlineExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
-    def execute(self, plan: StepPlan) -> PendingStep:
+    def execute(self, plans: list[StepPlan]) -> PendingStep:
+        (plan,) = plans  # more ranks would wait for one another in this one thread
         self.runner.execute(plan)
-        return self.runner.sample()
+        return _InlineStep(self.runner.sample())
+
+    def check_health(self) -> None:
+        """There is no worker beside the caller."""
 
     def shutdown(self) -> None:
         """Nothing was started, so nothing is to end."""
+
+
+class _InlineStep:
+    def __init__(self, pending: PendingOutput) -> None:
+        self._pending = pending
+
+    def get(self) -> list[StepOutput]:
+        return [self._pending.get()]

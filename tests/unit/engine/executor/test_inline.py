@@ -25,8 +25,9 @@ class RecordingRunner:
 def test_step_is_launched_and_sampled_before_its_output_is_asked_for() -> None:
     runner = RecordingRunner()
     executor = InlineExecutor(runner)
-    pending = executor.execute(StepPlan(4))
+    pending = executor.execute([StepPlan(4)])
     assert runner.calls == ["execute 4", "sample"]
-    assert pending.get().step_id == 4
+    assert [output.step_id for output in pending.get()] == [4]
+    executor.check_health()
     executor.shutdown()
     executor.shutdown()
