@@ -171,6 +171,8 @@ def _warn_of_strays(path: Path, weight_map: dict[str, str], headers: dict[str, d
 
 def _nothing_to_read(path: Path) -> ValueError:
     shards = sorted(file.name for file in path.glob("*.safetensors"))
+    if SINGLE_FILE in shards:
+        return CheckpointError(f"{path / SINGLE_FILE} is not a file (a link to nothing?); download it again")
     if shards:
         return CheckpointError(
             f"{path} has {shards[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}; download the missing index"

@@ -30,6 +30,8 @@ def read_config(path: Path) -> PreTrainedConfig:
     try:
         values: dict[str, Any] = json.loads(file.read_text())
         model_type = values["model_type"]
+        if not isinstance(model_type, str | None) or not isinstance(values.get("architectures") or [], list):
+            raise TypeError("model_type must be a string, architectures a list")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is not a model configuration ({error!r}); download it again") from error
     if model_type not in CONFIG_MAPPING:

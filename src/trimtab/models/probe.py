@@ -117,8 +117,8 @@ class Probe:
             raise UnsupportedModelError(f"{name} is called more than once in a forward")
         num_experts, shape = read_expert_shape(module)
         top_k = top_k_index.shape[1]
-        if top_k > num_experts:
-            raise UnsupportedModelError(f"{name} chooses {top_k} of {num_experts} experts; lower num_experts_per_tok")
+        if not 1 <= top_k <= num_experts:
+            raise UnsupportedModelError(f"{name} chooses {top_k} of {num_experts} experts; check num_experts_per_tok")
         ordinal = len(self.moe_layers)
         self.moe_layers.append(MoESpec(ordinal, _layer_id(name, ordinal), num_experts, top_k, shape, name))
         return torch.empty_like(hidden)

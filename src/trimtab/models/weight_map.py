@@ -154,10 +154,7 @@ class _Mapper:
             name for name in unexpected if (found := _LAYER_NUMBER.search(name)) and int(found.group(1)) >= num_layers
         }
         if extra:
-            logger.info(
-                "%s: %d tensor(s) of extra prediction layers (from layer %d on) are not used",
-                self.checkpoint.path, len(extra), num_layers,
-            )  # fmt: skip
+            self._tell_of_extra_layers(extra, num_layers)
         droppable = [*(self.network._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
         left = [
             name
@@ -169,6 +166,25 @@ class _Mapper:
                 f"tensor {left[0]} in {self.checkpoint.tensors[left[0]].file} is not part of "
                 f"{type(self.network).__name__} ({len(left)} unexpected); the files do not belong to this configuration"
             )
+
+    def _tell_of_extra_layers(self, extra: set[str], num_layers: int) -> None:
+        """A prediction layer has tensors of its own; one that looks like any other layer was meant to be run."""
+        suffixes: dict[int, set[str]] = {}
+        for name in self.checkpoint.tensors:
+            if found := _LAYER_NUMBER.search(name):
+                suffixes.setdefault(int(found.group(1)), set()).add(name[found.end() :])
+        usual = set().union(*(names for layer, names in suffixes.items() if layer < num_layers))
+        ordinary = [layer for layer, names in suffixes.items() if layer >= num_layers and names <= usual]
+        if ordinary:
+            logger.warning(
+                "%s: num_hidden_layers (%d) leaves out layers that the files hold, up to layer %d; restore the "
+                "configuration if that is not meant", self.checkpoint.path, num_layers, max(ordinary),
+            )  # fmt: skip
+        else:
+            logger.info(
+                "%s: %d tensor(s) of extra prediction layers (from layer %d on) are not used",
+                self.checkpoint.path, len(extra), num_layers,
+            )  # fmt: skip
 
     def _check_dense(self, conversion: Conversion) -> set[str]:
         metas = {

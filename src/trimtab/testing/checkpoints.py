@@ -61,6 +61,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+        # 32 times 16 tokens make the 512 positions: most of a test's prompt lies beyond the original length.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
     },
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {

@@ -106,6 +106,27 @@ def test_shards_without_an_index_are_refused(sharded: Path) -> None:
         read_spec(sharded)
 
 
+def test_a_link_to_a_file_that_is_gone_is_named(single: Path) -> None:
+    """As a cache leaves behind that was cleaned up under its links."""
+    (single / SINGLE_FILE).unlink()
+    (single / SINGLE_FILE).symlink_to(single / "gone")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a file \(a link to nothing\?\)"):
+        read_spec(single)
+
+
+def test_ordinary_layers_that_the_configuration_leaves_out_are_warned_of(
+    single: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B90: only what looks like a prediction layer is skipped as one."""
+    config = json.loads((single / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (single / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, logger="trimtab"):
+        assert read_spec(single).num_layers == 1
+    assert [record.message.partition(": ")[2].partition(",")[0] for record in caplog.records] == [
+        "num_hidden_layers (1) leaves out layers that the files hold"
+    ]
+
+
 def test_pickle_is_refused_with_the_remedy(single: Path) -> None:
     (single / SINGLE_FILE).unlink()
     (single / "pytorch_model.bin").write_bytes(b"\x80\x04")

@@ -101,9 +101,10 @@ def test_a_configuration_that_fits_no_network_is_named(tmp_path: Path) -> None:
     (path / "config.json").write_text("{broken")
     with pytest.raises(CheckpointError, match=r"config\.json is not a model configuration"):
         read_spec(path)
-    write_config(path, {"hidden_size": 3})
-    with pytest.raises(CheckpointError, match="model_type"):
-        read_spec(path)
+    for values in ({"hidden_size": 3}, {"model_type": ["mixtral"]}, {"model_type": "mixtral", "architectures": "M"}):
+        write_config(path, values)
+        with pytest.raises(CheckpointError, match="model_type"):
+            read_spec(path)
 
 
 def test_more_chosen_experts_than_there_are_is_refused(tmp_path: Path) -> None:
@@ -112,6 +113,8 @@ def test_more_chosen_experts_than_there_are_is_refused(tmp_path: Path) -> None:
     assert read_spec(path).moe_layers[0].top_k == 4
     with pytest.raises(ValueError, match="chooses more experts than there are; check num_experts_per_tok"):
         read_spec(configure(path, num_experts_per_tok=5))
+    with pytest.raises(UnsupportedModelError, match="chooses 0 of 4 experts; check num_experts_per_tok"):
+        read_spec(configure(path, num_experts_per_tok=0))
 
 
 def test_dynamic_rotary_scalings_end_at_the_original_length() -> None:
