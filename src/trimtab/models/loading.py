@@ -23,6 +23,7 @@ from trimtab.models.checkpoint import Checkpoint
 from trimtab.models.errors import CheckpointError, UnsupportedModelError
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.network import build_network, parameter_dtypes
+from trimtab.models.norms import replace_norms
 from trimtab.models.probe import MoESpec
 from trimtab.models.spec import ModelSpec
 from trimtab.models.weight_map import Conversion, WeightMap, map_weights
@@ -60,6 +61,7 @@ def load_model(
         experts_plug.bind_moe_layer(stacks[layer.module_name], moe_layer)
         moe_layers.append(moe_layer)
     loader.check_complete()
+    replace_norms(network)
     return LanguageModel(spec, network, moe_layers)
 
 

@@ -57,8 +57,10 @@ class ModelRunner:
         self.table = RequestTable(max_num_seqs, max_model_len, kv_cache, self.device)
         self.sampling = SamplingTable(self.table.token_ids, model.spec.vocab_size)
         self.sampler = Sampler()
-        self.kv_cache = PagedKVCache(kv_cache, model.spec.attention_layers, model.spec.dtype, self.device)
-        backend = choose_backend(self.device, model.spec.dtype, self.attention_backend)
+        backend = choose_backend(self.device, model.spec.dtype, kv_cache.block_size, self.attention_backend)
+        self.kv_cache = PagedKVCache(
+            kv_cache, model.spec.attention_layers, model.spec.dtype, self.device, backend.pages
+        )
         self.attention = AttentionStep(backend, kv_cache.block_size, tuple(group.window for group in kv_cache.groups))
         specs = {spec.layer_id: spec for spec in model.spec.attention_layers}
         model.bind_attention(

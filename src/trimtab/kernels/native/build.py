@@ -23,11 +23,15 @@ _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 # Each instruction set has its own file and flags; what runs on every CPU is compiled without any.
 SOURCE_FLAGS: dict[str, tuple[str, ...]] = {
     "api.cpp": (),
+    "attention.cpp": (),
+    "attention_avx2.cpp": ("-mavx2", "-mfma"),
+    "attention_avx512.cpp": _AVX512_FLAGS,
     "combine.cpp": ("-mavx2", "-mfma"),
     "dispatch.cpp": (),
     "exchange.cpp": (),
     "layers.cpp": (),
     "layout.cpp": (),
+    "norm.cpp": (),
     "self_test.cpp": (),
     "kernels_avx2.cpp": ("-mavx2", "-mfma"),
     "kernels_avx512.cpp": _AVX512_FLAGS,

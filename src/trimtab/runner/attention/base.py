@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from trimtab.runner.attention.kv_cache import LayerCache, PagedKVCache
+from trimtab.runner.attention.kv_cache import LayerCache, PagedKVCache, PageLayout
 
 if TYPE_CHECKING:
     from trimtab.models.spec import AttentionSpec
@@ -70,6 +70,11 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+
+    @property
+    def pages(self) -> PageLayout:
+        """The layout of the cache it reads."""
+        ...
 
     def prepare(self, metadata: AttentionMetadata, window: int | None, block_size: int) -> Any: ...
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -61,6 +61,46 @@ class LayerCache:
     values: torch.Tensor  # [N, S, Hkv, Dv]
 
 
+class PageShape(NamedTuple):
+    """How one layer's pages lie in its buffer: page i starts at element i * stride."""
+
+    num_blocks: int
+    stride: int
+    block_size: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+
+
+class PageLayout(Protocol):
+    """The order of a page's elements. Views look the same in every layout; `write` knows the fast way in."""
+
+    def view(self, buffer: torch.Tensor, page: PageShape) -> LayerCache: ...
+
+    def write(self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None: ...
+
+
+class TokenMajorPages:
+    """Token after token, as torch's kernels like it."""
+
+    def view(self, buffer: torch.Tensor, page: PageShape) -> LayerCache:
+        def part(size: int, offset: int) -> torch.Tensor:
+            shape = (page.num_blocks, page.block_size, page.num_kv_heads, size)
+            return buffer.as_strided(shape, (page.stride, page.num_kv_heads * size, size, 1), offset)
+
+        return LayerCache(
+            keys=part(page.key_size, 0),
+            values=part(page.value_size, page.block_size * page.num_kv_heads * page.key_size),
+        )
+
+    def write(self, layer: LayerCache, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        block_size = layer.keys.shape[1]
+        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+        offsets = slot_mapping - blocks * block_size
+        layer.keys[blocks, offsets] = key.to(layer.keys.dtype)
+        layer.values[blocks, offsets] = value.to(layer.values.dtype)
+
+
 class PagedKVCache:
     """Keys and values of every layer, in blocks. The memory is what `KVCacheConfig` says, to the byte (`num_bytes`).
 
@@ -74,8 +114,10 @@ class PagedKVCache:
         specs: Sequence[AttentionSpec],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        pages: PageLayout | None = None,
     ) -> None:
         self.config = config
+        self._pages = pages or TokenMajorPages()
         self.block_size = config.block_size
         per_token = _buffer_bytes_per_token(specs, config.groups, dtype)
         block_values = [config.block_size * size // dtype.itemsize for size in per_token]
@@ -87,15 +129,9 @@ class PagedKVCache:
                 self._layers[layer_id] = self._view(buffer, stride, by_id[layer_id])
         assert set(self._layers) == set(by_id), "every attention layer belongs to exactly one KV cache group"
 
-    def _view(self, buffer: torch.Tensor, block_stride: int, spec: AttentionSpec) -> LayerCache:
-        def part(size: int, offset: int) -> torch.Tensor:
-            shape = (self.config.num_blocks, self.block_size, spec.num_kv_heads, size)
-            return buffer.as_strided(shape, (block_stride, spec.num_kv_heads * size, size, 1), offset)
-
-        return LayerCache(
-            keys=part(spec.key_size, 0),
-            values=part(spec.value_size, self.block_size * spec.num_kv_heads * spec.key_size),
-        )
+    def _view(self, buffer: torch.Tensor, stride: int, spec: AttentionSpec) -> LayerCache:
+        sizes = (spec.num_kv_heads, spec.key_size, spec.value_size)
+        return self._pages.view(buffer, PageShape(self.config.num_blocks, stride, self.block_size, *sizes))
 
     @property
     def num_bytes(self) -> int:
@@ -106,8 +142,4 @@ class PagedKVCache:
 
     def write(self, layer_id: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Stores key [T, Hkv, Dk] and value [T, Hkv, Dv] at slots [T] (block * block_size + offset)."""
-        layer = self._layers[layer_id]
-        blocks = torch.div(slot_mapping, self.block_size, rounding_mode="floor")
-        offsets = slot_mapping - blocks * self.block_size
-        layer.keys[blocks, offsets] = key.to(layer.keys.dtype)
-        layer.values[blocks, offsets] = value.to(layer.values.dtype)
+        self._pages.write(self._layers[layer_id], key, value, slot_mapping)

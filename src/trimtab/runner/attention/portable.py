@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trimtab.runner.attention.base import AttentionMetadata
-from trimtab.runner.attention.kv_cache import LayerCache
+from trimtab.runner.attention.kv_cache import LayerCache, TokenMajorPages
 
 # Keys gathered at a time: bounds the workspace on long contexts; the pieces meet by their log-sum-exp.
 KEY_PIECE_TOKENS = 4096
@@ -75,6 +75,7 @@ class PortableAttention:
     not depend on the other rows of the step."""
 
     name = "portable"
+    pages = TokenMajorPages()
 
     def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
         # fp32 over a half-precision cache too. Measured on AVX2 (Zen 3): the bf16 kernel takes 1.2 to 1.8 times as long

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.runner.attention.base import AttentionMetadata
-from trimtab.runner.attention.kv_cache import LayerCache
+from trimtab.runner.attention.kv_cache import LayerCache, TokenMajorPages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +21,7 @@ class ReferenceAttention:
     """Plain torch, slow, obviously right. Reads the cache one position at a time."""
 
     name = "reference"
+    pages = TokenMajorPages()
 
     def prepare(self, metadata: AttentionMetadata, window: int | None, block_size: int) -> _Batch:
         return _Batch(metadata, window, block_size)

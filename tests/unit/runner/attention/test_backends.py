@@ -12,6 +12,7 @@ from trimtab.plan import KVCacheConfig
 from trimtab.runner.attention import choose_backend, portable
 from trimtab.runner.attention.base import AttentionBackend, AttentionMetadata, AttentionStep, PagedAttention
 from trimtab.runner.attention.kv_cache import PagedKVCache, group_layers
+from trimtab.runner.attention.native import native_backend
 from trimtab.runner.attention.portable import PortableAttention
 from trimtab.runner.attention.reference import ReferenceAttention
 
@@ -58,7 +59,7 @@ class PagedRows:
         blocks_per_row = [-(-n // block_size) for n in lengths]
         num_blocks = 1 + sum(blocks_per_row) + 3
         config = KVCacheConfig(block_size, num_blocks, group_layers([spec], dtype))
-        self.cache = PagedKVCache(config, [spec], dtype)
+        self.cache = PagedKVCache(config, [spec], dtype, pages=backend.pages)
         self.cache.layer(0).keys.fill_(float("nan"))
         self.cache.layer(0).values.fill_(float("nan"))
         pool = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
@@ -144,7 +145,16 @@ SHAPES = {
     "values smaller than keys": LayerShape(num_heads=2, num_kv_heads=2, key_size=12, value_size=8),
     "values larger than keys": LayerShape(key_size=4, value_size=6),
 }
-BACKENDS = {"reference": ReferenceAttention, "portable": PortableAttention}
+
+
+def native(dtype: torch.dtype = torch.float32) -> AttentionBackend:
+    found = native_backend(dtype, 16)
+    if isinstance(found, str):
+        pytest.skip(f"no native attention: {found}")
+    return found
+
+
+BACKENDS = {"reference": ReferenceAttention, "portable": PortableAttention, "native": native}
 # Row lengths and, per step, (row, tokens): prefill, chunked prefill that continues, decode, all mixed.
 LENGTHS = [40, 9, 23, 8, 33]
 STEPS = [
@@ -165,7 +175,8 @@ def run_all(rows: PagedRows) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "block_size"), [("portable", 1), ("portable", 5), ("portable", 16), ("reference", 5)]
+    ("backend", "block_size"),
+    [("portable", 1), ("portable", 5), ("portable", 16), ("reference", 5), ("native", 16), ("native", 32)],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ragged_chunked_batches_equal_dense_attention(shape: str, block_size: int, backend: str) -> None:
@@ -192,20 +203,23 @@ def test_contexts_longer_than_a_piece_are_attended_whole(shape: str, monkeypatch
 def test_half_precision_caches_lose_only_the_last_rounding(shape: str, dtype: torch.dtype) -> None:
     """Keys and values are read as stored and attended in fp32, as in the dense run over the same rounded inputs, so
     only the output's own rounding remains: half a unit in the last place, relative 2**-8 (bf16) or 2**-11 (fp16)."""
-    rows = PagedRows(SHAPES[shape], LENGTHS, 5, PortableAttention(), dtype=dtype, seed=4)
-    for row, out in enumerate(run_all(rows)):
-        torch.testing.assert_close(out, rows.dense(row), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    backends = [(5, PortableAttention())] + ([(16, native(dtype))] if dtype == torch.bfloat16 else [])
+    for block_size, backend in backends:
+        rows = PagedRows(SHAPES[shape], LENGTHS, block_size, backend, dtype=dtype, seed=4)
+        for row, out in enumerate(run_all(rows)):
+            torch.testing.assert_close(out, rows.dense(row), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
+@pytest.mark.parametrize(("backend", "block_size"), [("portable", 4), ("native", 16)])
 @pytest.mark.parametrize("shape", ["grouped heads", "one key head", "sinks and window 8", "softcap"])
-def test_a_rows_result_is_bitwise_the_same_alone_and_in_company(shape: str) -> None:
+def test_a_rows_result_is_bitwise_the_same_alone_and_in_company(shape: str, backend: str, block_size: int) -> None:
     """B109. The last step decodes seven rows together: some of like length, gathered together, some not."""
     lengths = [40, 9, 23, 41, 39, 90, 38]
     prefill = [(row, n - 1) for row, n in enumerate(lengths)]
-    together = PagedRows(SHAPES[shape], lengths, 4, PortableAttention(), seed=6)
+    together = PagedRows(SHAPES[shape], lengths, block_size, BACKENDS[backend](), seed=6)
     prefilled = together.run(prefill)
     decoded = together.run([(row, 1) for row in range(len(lengths))])
-    alone = PagedRows(SHAPES[shape], lengths, 4, PortableAttention(), seed=6)
+    alone = PagedRows(SHAPES[shape], lengths, block_size, BACKENDS[backend](), seed=6)
     for row, count in prefill:
         assert torch.equal(alone.run([(row, count)])[0], prefilled[row])
         assert torch.equal(alone.run([(row, 1)])[0], decoded[row])
@@ -245,7 +259,10 @@ def test_a_step_that_was_not_cleared_is_an_assertion() -> None:
 
 
 def test_backends_are_chosen_by_name_and_unknown_ones_refused() -> None:
-    assert choose_backend("cpu", torch.bfloat16).name == "portable"
-    assert choose_backend("cpu", torch.float32, "reference").name == "reference"
+    assert choose_backend("cpu", torch.float16, 16).name == "portable", "the native core has no float16 pages"
+    assert choose_backend("cpu", torch.float32, 5).name == "portable", "a block of 5 is not whole vectors"
+    assert choose_backend("cpu", torch.float32, 16, "reference").name == "reference"
+    with pytest.raises(ValueError, match=r"attention backend \('native'\) cannot serve here: block_size 5"):
+        choose_backend("cpu", torch.float32, 5, "native")
     with pytest.raises(ValueError, match=r"attention backend \('flash9'\) must be one of"):
-        choose_backend("cpu", torch.float32, "flash9")
+        choose_backend("cpu", torch.float32, 16, "flash9")

@@ -66,6 +66,20 @@ struct GateUpColumns {
   }
 };
 
+// Words [first, last) of a source row go to every kStepBytes of the target; zeros beyond the row, and for no row.
+void copy_words(const char* row, int64_t row_bytes, int64_t first, int64_t last, char* target) {
+  const int64_t whole = row ? std::clamp(row_bytes / kWordBytes, first, last) : first;
+  // A copy of constant size is one instruction; of a size known only at run time it is a call.
+  for (int64_t step = first; step < whole; ++step)
+    std::memcpy(target + step * kStepBytes, row + step * kWordBytes, kWordBytes);
+  for (int64_t step = whole; step < last; ++step) {
+    const int64_t at = step * kWordBytes;
+    char word[kWordBytes] = {};
+    if (row && at < row_bytes) std::memcpy(word, row + at, row_bytes - at);
+    std::memcpy(target + step * kStepBytes, word, kWordBytes);
+  }
+}
+
 template <class Columns>
 void pack_matrix(const MatrixLayout& m, const Columns& row_of, const ConstMatrix& matrix, char* slot) {
   const int64_t row_bytes = m.depth * element_bytes(m.format);
@@ -78,14 +92,7 @@ void pack_matrix(const MatrixLayout& m, const Columns& row_of, const ConstMatrix
       const int64_t last = std::min(first + 16, m.steps);
       for (int64_t column = 0; column < kPanelColumns; ++column) {
         const int64_t row = row_of(panel, column);
-        for (int64_t step = first; step < last; ++step) {
-          char word[kWordBytes] = {};
-          if (row >= 0) {
-            const int64_t at = step * kWordBytes;
-            std::memcpy(word, source + row * row_bytes + at, std::min(kWordBytes, row_bytes - at));
-          }
-          std::memcpy(target + step * kStepBytes + column * kWordBytes, word, kWordBytes);
-        }
+        copy_words(row < 0 ? nullptr : source + row * row_bytes, row_bytes, first, last, target + column * kWordBytes);
       }
     }
     for (int64_t column = 0; column < kPanelColumns; ++column) {
@@ -114,11 +121,12 @@ void unpack_matrix(const MatrixLayout& m, const Columns& row_of, const char* slo
     for (int64_t column = 0; column < kPanelColumns; ++column) {
       const int64_t row = row_of(panel, column);
       if (row < 0) continue;
-      for (int64_t step = 0; step < m.steps; ++step) {
-        const int64_t at = step * kWordBytes;
-        std::memcpy(target + row * row_bytes + at, source + step * kStepBytes + column * kWordBytes,
-                    std::min(kWordBytes, row_bytes - at));
-      }
+      const int64_t whole = row_bytes / kWordBytes;
+      for (int64_t step = 0; step < whole; ++step)
+        std::memcpy(target + row * row_bytes + step * kWordBytes, source + step * kStepBytes + column * kWordBytes,
+                    kWordBytes);
+      if (const int64_t at = whole * kWordBytes; at < row_bytes)
+        std::memcpy(target + row * row_bytes + at, source + whole * kStepBytes + column * kWordBytes, row_bytes - at);
       const int64_t at = (panel * kPanelColumns + column) * kWordBytes;
       if (matrix.bias) std::memcpy(matrix.bias + row, slot + m.bias_at + at, kWordBytes);
       if (matrix.scale) std::memcpy(matrix.scale + row, slot + m.scale_at + at, kWordBytes);
