@@ -49,3 +49,12 @@ class LanguageModel:
         return logits[0]
 
     __call__ = forward
+
+    @torch.inference_mode()
+    def forward_idle(self) -> None:
+        """A step in which other ranks have tokens and this one has none: the MoE layers' exchanges, in layer order.
+
+        No token runs through the network: a fake one would need a KV cache, and count as load.
+        """
+        for layer in self.moe_layers:
+            layer.forward_idle()

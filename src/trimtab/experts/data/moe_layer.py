@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from trimtab.experts.data.capture import Capture, NoCapture
@@ -47,8 +48,12 @@ class MoELayer:
         self.capture.record(self.ordinal, expert_ids)
         slot_ids = self.routing_table.look_up(expert_ids)
         self.load_recorder.record(self.ordinal, slot_ids)
-        rows, row_slots, row_weights = self.dispatcher.dispatch(hidden, slot_ids, gate_weights)
-        partial = self.kernel(rows, row_slots, row_weights)
-        return self.dispatcher.combine(partial)
+        return self.dispatcher.run_experts(self.kernel, hidden, slot_ids, gate_weights)
 
     __call__ = forward
+
+    def forward_idle(self) -> None:
+        """This rank's part in the layer while it has no tokens of its own: others may have some for its experts."""
+        hidden = torch.empty(0, self.shape.hidden_size)
+        slot_ids = torch.empty(0, self.top_k, dtype=torch.int64)
+        self.dispatcher.run_experts(self.kernel, hidden, slot_ids, torch.empty(0, self.top_k))

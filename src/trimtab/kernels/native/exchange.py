@@ -52,6 +52,9 @@ class _ExchangeStruct(ctypes.Structure):
     )
 
 
+# What rows may be, by their number in a segment.
+_ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
 _LONG = ctypes.c_int64
@@ -63,10 +66,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "trimtab_exchange_abort": (None, [_POINTER, _LONG]),
     "trimtab_exchange_aborted_by": (_LONG, [_POINTER]),
     "trimtab_exchange_inbox": (_POINTER, [_POINTER, _LONG]),
-    "trimtab_exchange_send": (_INT, [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG]),
+    "trimtab_exchange_send": (_INT, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG]),
     "trimtab_exchange_answer": (None, [_POINTER]),
     "trimtab_exchange_wait": (_INT, [_POINTER, _INT, _LONG, _POINTER]),
-    "trimtab_exchange_arrivals": (_LONG, [_POINTER] + [_LONG] * 5 + [_POINTER] * 3),
+    "trimtab_exchange_arrivals": (_LONG, [_POINTER] + [_LONG] * 4 + [_POINTER] * 4),
     "trimtab_gather_rows": (None, [_POINTER, _LONG, _LONG, _POINTER]),
     "trimtab_scatter_rows": (None, [_POINTER, _LONG, _LONG, _POINTER]),
 }
@@ -164,6 +167,7 @@ class Arrivals(NamedTuple):
     Addresses are of rows in the senders' outboxes and of fp32 rows in the inboxes of those who wait for them.
     """
 
+    dtype: torch.dtype  # of the rows: what their senders have, this rank may hold no token itself
     slot_ids: Tensor  # [N] int64, counted from this rank's first slot
     row_addresses: Tensor  # [N] int64
     output_addresses: Tensor  # [N] int64
@@ -188,6 +192,7 @@ class NativeExchange:
         )
         self._self = ctypes.addressof(self._struct)
         self._missing = ctypes.c_int64()
+        self._scalar = ctypes.c_int64()
         most_pairs = sizes.num_ranks * sizes.max_tokens * sizes.max_top_k
         self._pairs = torch.empty(3, most_pairs, dtype=torch.int64)  # pages are touched only where pairs are
         floats = sizes.max_tokens * sizes.max_top_k * sizes.max_hidden_size
@@ -203,7 +208,13 @@ class NativeExchange:
         num_tokens, top_k = slot_ids.shape
         row_bytes = rows.shape[1] * rows.itemsize
         status = self._functions.exchange_send(
-            self._self, rows.data_ptr(), row_bytes, slot_ids.data_ptr(), num_tokens, top_k
+            self._self,
+            rows.data_ptr(),
+            row_bytes,
+            _ROW_DTYPES.index(rows.dtype),
+            slot_ids.data_ptr(),
+            num_tokens,
+            top_k,
         )
         assert status == _Status.OK, (
             f"{num_tokens} tokens, top-{top_k}, {row_bytes} bytes per row do not fit {self.sizes}"
@@ -219,18 +230,21 @@ class NativeExchange:
             raise ExchangeAbortedError(f"the exchange between ranks was aborted by {aborted_by(self.memory)}")
         return None if status == _Status.OK else int(self._missing.value)
 
-    def arrivals(self, slots: range, rows: Tensor, top_k: int) -> Arrivals:
-        """The pairs that chose `slots`; `rows` [T, H] is what this rank sent: all ranks send rows of that form."""
+    def arrivals(self, slots: range, top_k: int, hidden_size: int) -> Arrivals:
+        """The pairs that chose `slots`. All ranks send rows of `hidden_size` and `top_k` slot ids each."""
         slot_ids, row_addresses, output_addresses = self._pairs
         count = self._functions.exchange_arrivals(
-            self._self, slots.start, len(slots), rows.shape[1] * rows.itemsize, top_k, rows.shape[1],
+            self._self, slots.start, len(slots), top_k, hidden_size, ctypes.addressof(self._scalar),
             slot_ids.data_ptr(), row_addresses.data_ptr(), output_addresses.data_ptr(),
         )  # fmt: skip
-        return Arrivals(slot_ids[:count], row_addresses[:count], output_addresses[:count])
+        if count < 0:
+            raise RuntimeError("ranks sent hidden states of different dtypes")
+        dtype = _ROW_DTYPES[self._scalar.value]
+        return Arrivals(dtype, slot_ids[:count], row_addresses[:count], output_addresses[:count])
 
-    def gather(self, arrivals: Arrivals, hidden_size: int, dtype: torch.dtype) -> Tensor:
+    def gather(self, arrivals: Arrivals, hidden_size: int) -> Tensor:
         """[N, H]: the rows of the arrivals, one after the other."""
-        rows = torch.empty(len(arrivals.slot_ids), hidden_size, dtype=dtype)
+        rows = torch.empty(len(arrivals.slot_ids), hidden_size, dtype=arrivals.dtype)
         self._functions.gather_rows(
             arrivals.row_addresses.data_ptr(), len(rows), hidden_size * rows.itemsize, rows.data_ptr()
         )

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from trimtab.experts.data.dispatch.base import CollectiveLog, DispatchTimes, NoCollectiveLog, RankPlace
+from trimtab.experts.data.kernels.base import ExpertKernel
+
 
 class LocalDispatcher:
-    """Hands rows through; the kernel's sum over k is already the token's whole sum."""
+    """The kernel's own sum over k is already the token's whole sum: one fused call."""
 
-    def dispatch(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return hidden, slot_ids, gate_weights
+    name = "local"
 
-    def combine(self, partial: Tensor) -> Tensor:
-        return partial
+    def __init__(self) -> None:
+        self.place = RankPlace()
+        self.times = DispatchTimes()
+        self.log: CollectiveLog = NoCollectiveLog()
+
+    def run_experts(self, kernel: ExpertKernel, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
+        return kernel(hidden, slot_ids, gate_weights)
+
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

@@ -46,7 +46,10 @@ struct Header {
 
 struct Flags {
   alignas(kLine) Sequence sent;
-  int64_t num_tokens;  // of the outbox; published by `sent`
+  // Of the outbox; published by `sent`.
+  int64_t num_tokens;
+  int64_t row_bytes;
+  int64_t scalar;  // what the values are; the callers' numbering
   alignas(kLine) Sequence answered;
 };
 
@@ -142,7 +145,7 @@ TRIMTAB_API int64_t trimtab_exchange_aborted_by(const void* memory) {
 TRIMTAB_API float* trimtab_exchange_inbox(void* memory, int64_t rank) { return Segment(memory).inbox(rank); }
 
 // Starts a layer: `num_tokens` rows of `row_bytes` and their slot ids [num_tokens, top_k] go into the outbox.
-TRIMTAB_API int trimtab_exchange_send(TrimtabExchange* exchange, const void* rows, int64_t row_bytes,
+TRIMTAB_API int trimtab_exchange_send(TrimtabExchange* exchange, const void* rows, int64_t row_bytes, int64_t scalar,
                                       const int64_t* slot_ids, int64_t num_tokens, int64_t top_k) {
   const Segment segment(exchange->segment);
   if (num_tokens > segment.max_tokens || top_k > segment.max_top_k || row_bytes > segment.max_hidden_size * 4)
@@ -151,6 +154,8 @@ TRIMTAB_API int trimtab_exchange_send(TrimtabExchange* exchange, const void* row
   std::memcpy(segment.slot_ids(exchange->rank), slot_ids, num_tokens * top_k * 8);
   Flags& flags = segment.flags(exchange->rank);
   flags.num_tokens = num_tokens;
+  flags.row_bytes = row_bytes;
+  flags.scalar = scalar;
   flags.sent.store(++exchange->sequence, std::memory_order_release);
   return kOk;
 }
@@ -196,25 +201,33 @@ TRIMTAB_API int trimtab_exchange_wait(const TrimtabExchange* exchange, int phase
 }
 
 // The pairs of all ranks, in (rank, token, k) order, whose slots are [first_slot, first_slot + num_slots): their slot
-// counted from first_slot, where their row lies and where their output goes. Returns their number.
+// counted from first_slot, where their row lies and where their output goes. Returns their number; `scalar` is what
+// their rows' values are (unchanged without pairs). -1 when senders disagree about that.
 TRIMTAB_API int64_t trimtab_exchange_arrivals(const TrimtabExchange* exchange, int64_t first_slot, int64_t num_slots,
-                                              int64_t row_bytes, int64_t top_k, int64_t hidden_size, int64_t* slot_ids,
+                                              int64_t top_k, int64_t hidden_size, int64_t* scalar, int64_t* slot_ids,
                                               const void** row_addresses, float** output_addresses) {
   const Segment segment(exchange->segment);
   int64_t count = 0;
   for (int64_t rank = 0; rank < segment.num_ranks; ++rank) {
-    const int64_t num_pairs = segment.flags(rank).num_tokens * top_k;
+    const Flags& flags = segment.flags(rank);
     const int64_t* chosen = segment.slot_ids(rank);
     const char* rows = segment.rows(rank);
     float* inbox = segment.inbox(rank);
-    for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      const int64_t slot = chosen[pair] - first_slot;
-      if (slot < 0 || slot >= num_slots) continue;
-      slot_ids[count] = slot;
-      row_addresses[count] = rows + pair / top_k * row_bytes;
-      output_addresses[count] = inbox + pair * hidden_size;
-      ++count;
+    const int64_t before = count;
+    for (int64_t token = 0; token < flags.num_tokens; ++token) {
+      for (int64_t k = 0; k < top_k; ++k) {
+        const int64_t pair = token * top_k + k;
+        const int64_t slot = chosen[pair] - first_slot;
+        if (slot < 0 || slot >= num_slots) continue;
+        slot_ids[count] = slot;
+        row_addresses[count] = rows + token * flags.row_bytes;
+        output_addresses[count] = inbox + pair * hidden_size;
+        ++count;
+      }
     }
+    if (count == before) continue;
+    if (before > 0 && flags.scalar != *scalar) return -1;
+    *scalar = flags.scalar;
   }
   return count;
 }
