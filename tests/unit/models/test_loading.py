@@ -54,8 +54,10 @@ def test_layouts_and_shards_give_the_same_model(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_near_eager_in_the_same_precision(tmp_path: Path, dtype: str) -> None:
-    path = make_tiny_checkpoint(tmp_path, dtype=dtype)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_half_precision_is_near_eager_in_the_same_precision(tmp_path: Path, family: str, dtype: str) -> None:
+    """B83: every path, that of latent attention and of scaled routing too."""
+    path = make_tiny_checkpoint(tmp_path, family, dtype=dtype, tie_word_embeddings=family == "mixtral")
     assert read_spec(path).dtype == getattr(torch, dtype)
     assert_no_worse_than_eager(path, dtype)
 
