@@ -1,0 +1,234 @@
+"""The controller's side of worker processes: started together, watched all the time, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import zmq
+
+import trimtab
+from trimtab.engine.executor.codec import (
+    Failed,
+    Heartbeat,
+    Loading,
+    Output,
+    Ready,
+    Report,
+    Stop,
+    WorkerStart,
+    decode_report,
+    encode,
+    encode_start,
+)
+from trimtab.engine.executor.collector import StepCollector, WorkerFailedError
+from trimtab.engine.executor.worker_loop import LENGTH, commands_address, reports_address
+
+HEARTBEAT_S = 0.5
+_POLL_MS = 200
+_START_SILENCE_S = 300.0  # imports from a slow disk hold the heart up; death is noticed at once all the same
+_STOP_S = 3.0
+_LAST_WORDS_S = 0.3
+_MAX_SOCKET_PATH = 100  # Linux allows 107 bytes
+
+
+class WorkerProcesses:
+    """One process per rank, its stdin held open as its lifeline.
+
+    1. The constructor starts them; `await_ready` waits for all, or raises the reason of the rank that failed.
+    2. `send` gives a rank a command; outputs arrive in `collector`. The watching thread ends all workers as soon as
+       one dies, fails or falls silent, and leaves the reason in `collector`.
+    3. `shutdown` ends them in order, or kills those that do not; safe to call twice, and from any thread.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        setups: Sequence[bytes],
+        *,
+        environment: Mapping[str, str],
+        max_silence_s: float,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.num_ranks = len(setups)
+        self.collector = StepCollector(self.num_ranks)
+        self.facts: dict[int, dict[str, int]] = {}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.folder = _socket_folder()
+        self._max_silence_s = max_silence_s
+        self._progress = progress
+        self._all_ready = threading.Event()
+        self._ending = threading.Event()
+        self._end_lock = threading.Lock()
+        self._context = zmq.Context()
+        self._commands = [self._bind(zmq.PUSH, commands_address(self.folder, rank)) for rank in range(self.num_ranks)]
+        self._reports = self._bind(zmq.PULL, reports_address(self.folder))
+        self._watch_thread = threading.Thread(target=self._watch, name="trimtab-workers", daemon=True)
+        try:
+            for rank, setup in enumerate(setups):
+                self._start(entry, WorkerStart(rank, self.folder, HEARTBEAT_S, setup), environment)
+            self._watch_thread.start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def await_ready(self) -> None:
+        while not self._all_ready.wait(0.1):
+            self.collector.check()
+
+    def send(self, rank: int, command: bytes) -> None:
+        self._commands[rank].send(command)
+
+    def shutdown(self) -> None:
+        with self._end_lock:
+            if self._ending.is_set():
+                return
+            self._ending.set()  # before the first worker ends of it: the watching thread takes that for no fault
+            if self._all_ready.is_set() and not self.collector.has_failed:
+                self._stop_in_order()
+            if self._watch_thread.ident is not None:
+                self._watch_thread.join()
+            self._kill()
+            for socket in (*self._commands, self._reports):
+                socket.close(linger=0)
+            self._context.term()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- starting and ending -------------------------------------------------------------------------------------------
+
+    def _bind(self, kind: int, address: str) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.bind(address)
+        return socket
+
+    def _start(self, entry: str, start: WorkerStart, environment: Mapping[str, str]) -> None:
+        home = str(Path(trimtab.__file__).parents[1])
+        paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", entry],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            process_group=0,  # a terminal's Ctrl-C is for the controller alone
+        )
+        self.processes.append(process)
+        content = encode_start(start)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died: the watching thread will say how
+            process.stdin.write(LENGTH.pack(len(content)) + content)
+            process.stdin.flush()
+
+    def _stop_in_order(self) -> None:
+        stop = encode(Stop())
+        for socket in self._commands:
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send(stop, zmq.NOBLOCK)
+        deadline = time.monotonic() + _STOP_S
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()  # also what is stopped
+        for process in self.processes:
+            process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Called on: the watching thread."""
+        last_heard = [time.monotonic()] * self.num_ranks
+        last_look = time.monotonic()
+        while not self._ending.is_set():
+            self._reports.poll(_POLL_MS)
+            for report in self._read():
+                last_heard[report.rank] = time.monotonic()
+                self._take(report)
+            now = time.monotonic()
+            if now - last_look > 1.0:  # it was the controller that was held up
+                last_heard = [now] * self.num_ranks
+            last_look = now
+            if self.collector.has_failed or self._find_dead() or self._find_silent(now, last_heard):
+                self._kill()
+                return
+
+    def _read(self) -> list[Report]:
+        reports = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                reports.append(decode_report(self._reports.recv(zmq.NOBLOCK)))
+        return reports
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Output(rank, output):
+                self.collector.put(rank, output)
+            case Ready(rank, facts):
+                self.facts[rank] = facts
+                if len(self.facts) == self.num_ranks:
+                    self._all_ready.set()
+            case Loading(rank, stage, done, total):
+                if rank == 0:
+                    self._progress(stage, done, total)
+            case Failed(rank, reason, is_mistake, is_consequence):
+                is_start = not self._all_ready.is_set()
+                self.collector.fail(
+                    ValueError(f"rank {rank}: {reason}")
+                    if is_mistake and is_start
+                    else WorkerFailedError(rank, reason, is_consequence=is_consequence)
+                )
+            case Heartbeat():
+                pass
+
+    def _find_dead(self) -> bool:
+        dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+        if not dead or self._ending.is_set():
+            return False
+        deadline = time.monotonic() + _LAST_WORDS_S  # it may have said why, and others may have died of it
+        while not self.collector.has_failed and (left_s := deadline - time.monotonic()) > 0:
+            self._reports.poll(int(left_s * 1000) + 1)
+            for report in self._read():
+                self._take(report)
+        for rank in dead:
+            process = self.processes[rank]
+            self.collector.fail(WorkerFailedError(rank, f"its process ({process.pid}) {_how_it_ended(process)}"))
+        return True
+
+    def _find_silent(self, now: float, last_heard: list[float]) -> bool:
+        allowed_s = self._max_silence_s if self._all_ready.is_set() else _START_SILENCE_S
+        silent = [rank for rank, heard in enumerate(last_heard) if now - heard > allowed_s]
+        for rank in silent:
+            pid = self.processes[rank].pid
+            self.collector.fail(
+                WorkerFailedError(rank, f"its process ({pid}) has sent no heartbeat for {now - last_heard[rank]:.1f} s")
+            )
+        return bool(silent)
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _socket_folder() -> str:
+    """A new folder that only this user can enter."""
+    folder = tempfile.mkdtemp(prefix="trimtab-")
+    if len(folder) + len("/rank-9999") > _MAX_SOCKET_PATH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="trimtab-", dir="/tmp")
+    return folder

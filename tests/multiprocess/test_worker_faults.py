@@ -1,0 +1,174 @@
+"""Workers that are killed, stopped or stuck, and controllers that go away: requests end, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.engine.config import SchedulerConfig
+from trimtab.engine.engine import Engine, EngineDeadError
+from trimtab.engine.executor.multiprocess import MultiprocessExecutor
+from trimtab.sampling_params import SamplingParams
+from trimtab.testing.scheduling import make_kv_cache
+from trimtab.testing.scripted_worker import make_setup
+
+WORKER = "trimtab.testing.scripted_worker"
+DEADLINE_S = 5.0
+
+
+def start(num_ranks: int = 3, faults: dict[int, dict[str, Any]] | None = None, **options: float) -> Engine:
+    setups = [make_setup(**(faults or {}).get(rank, {})) for rank in range(num_ranks)]
+    executor = MultiprocessExecutor(WORKER, setups, **options)  # type: ignore[arg-type]
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, async_depth=1)
+    return Engine(executor, make_kv_cache(), limits, vocab_size=97, data_parallel_size=num_ranks)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = start()
+    yield engine
+    engine.shutdown()
+
+
+def workers_of(engine: Engine) -> Any:
+    assert isinstance(engine.executor, MultiprocessExecutor)
+    return engine.executor.workers
+
+
+def expect_nothing_left(pids: list[int], folder: str) -> None:
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not Path(folder).exists()
+
+
+def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_or_stopped_worker_fails_every_request_within_five_seconds(signal_name: str, victim: int) -> None:
+    """B123: requests end with an error that names the rank, new ones are refused, no process or folder is left."""
+    engine = start()
+    workers = workers_of(engine)
+    pids, folder = [process.pid for process in workers.processes], workers.folder
+    for index in range(5):
+        engine.add_request(str(index), [1, 2, index], SamplingParams(max_tokens=60, detokenize=False))
+    engine.step()
+    os.kill(pids[victim], getattr(signal, signal_name))
+    began = time.monotonic()
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [output for output in engine.step() if output.finished]
+    assert time.monotonic() - began < DEADLINE_S
+    cause = "ended by SIGKILL" if signal_name == "SIGKILL" else "sent no heartbeat"
+    assert len(outputs) == 5
+    for output in outputs:
+        assert output.error is not None and f"rank {victim}: its process ({pids[victim]}) " in output.error
+        assert cause in output.error and output.outputs[0].finish_reason == "error"
+    with pytest.raises(EngineDeadError, match=rf"rank {victim}: .*{cause}"):
+        engine.add_request("late", [1])
+    engine.shutdown()
+    expect_nothing_left(pids, folder)
+
+
+def test_death_of_a_worker_is_noticed_while_nothing_runs(engine: Engine) -> None:
+    """B123: health turns bad without a request."""
+    engine.check_health()
+    workers = workers_of(engine)
+    os.kill(workers.processes[1].pid, signal.SIGKILL)
+
+    def is_dead() -> bool:
+        try:
+            engine.check_health()
+        except EngineDeadError as error:
+            assert "rank 1" in str(error)
+            return True
+        return False
+
+    assert wait_until(is_dead, DEADLINE_S)
+    assert wait_until(lambda: all(process.poll() is not None for process in workers.processes), DEADLINE_S)
+
+
+def test_worker_that_hangs_in_a_step_is_found_by_the_steps_deadline() -> None:
+    """Its heart beats on: only the missing progress shows."""
+    engine = start(2, {1: {"hang_at_step": 1}}, max_step_s=0.5)
+    workers = workers_of(engine)
+    pids = [process.pid for process in workers.processes]
+    engine.add_request("r", [1, 2], SamplingParams(max_tokens=9, detokenize=False))
+    outputs = [engine.step(), engine.step()][1]
+    assert outputs[0].error is not None and "rank 1: did not answer step 1 within 0.5 s" in outputs[0].error
+    expect_nothing_left(pids, workers.folder)
+
+
+def test_worker_that_dies_before_it_is_ready_ends_the_start_with_its_exit_code() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1: its process \(\d+\) ended with exit code 4"):
+        start(2, {1: {"die_at_start": True}})
+
+
+def test_module_that_cannot_be_run_ends_the_start() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0: its process \(\d+\) ended with exit code 1"):
+        MultiprocessExecutor("trimtab.testing.no_such_worker", [make_setup()])
+
+
+def test_collected_executor_ends_its_workers() -> None:
+    engine = start(2)
+    workers = workers_of(engine)
+    pids, folder = [process.pid for process in workers.processes], workers.folder
+    del engine
+    gc.collect()
+    expect_nothing_left(pids, folder)
+
+
+CONTROLLER = f"""
+import os, signal, sys
+from trimtab.engine.executor.multiprocess import MultiprocessExecutor
+from trimtab.testing.scripted_worker import make_setup
+executor = MultiprocessExecutor({WORKER!r}, [make_setup(), make_setup()])
+print(executor.workers.folder, *(process.pid for process in executor.workers.processes), flush=True)
+if sys.argv[1] == "exit":
+    sys.exit(0)
+os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "SIGTERM", "SIGKILL"])
+def test_workers_end_with_their_controller_however_it_ends(end: str) -> None:
+    run = subprocess.run([sys.executable, "-c", CONTROLLER, end], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert run.returncode == (0 if end == "exit" else -getattr(signal, end))
+    folder, *pids = run.stdout.split()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), DEADLINE_S)
+    assert not Path(folder).exists()
+
+
+def test_nothing_listens_beyond_sockets_in_a_private_folder(engine: Engine) -> None:
+    workers = workers_of(engine)
+    pids = {os.getpid(), *(process.pid for process in workers.processes)}
+    inodes = {}
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
+                if (target := os.readlink(link)).startswith("socket:["):
+                    inodes[target[8:-1]] = pid
+    assert len(set(inodes.values())) == len(pids), "every one of the processes has sockets"
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            is_listening = fields[3] == "0A"
+            assert not (is_listening and fields[9] in inodes), f"process {inodes.get(fields[9])} listens: {line}"
+    assert Path(workers.folder).stat().st_mode & 0o777 == 0o700
+    with socket.socket(socket.AF_UNIX) as probe:  # the folder is what keeps others out
+        probe.connect(f"{workers.folder}/reports")
