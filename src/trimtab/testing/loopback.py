@@ -1,4 +1,4 @@
-"""A transport between threads of one process, in plain Python: for tests, and where there is no native core."""
+"""A transport between threads of one process, in plain Python: what the collective dispatchers are tested with."""
 
 from __future__ import annotations
 
