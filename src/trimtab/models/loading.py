@@ -7,12 +7,13 @@ into its slot of the MoE layer's kernel. A rank reads the dense part and the exp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab.experts.data.dispatch.base import Dispatcher
 from trimtab.experts.data.kernels import make_expert_kernel
 from trimtab.experts.data.moe_layer import MoELayer
 from trimtab.experts.data.routing_table import RoutingTable
@@ -39,8 +40,13 @@ def load_model(
     progress: Progress | None = None,
     placement: Placement | None = None,
     rank: int = 0,
+    token_group: int = 0,
+    dispatcher: Dispatcher | None = None,
 ) -> LanguageModel:
     """`placement` says which experts `rank` holds in which slots; without one, slot e of every layer is expert e.
+
+    `dispatcher` serves all layers where other ranks hold the other slots; `token_group` spreads the groups' tokens
+    over replicas. `progress` counts what this rank reads: the dense part and the experts of its slots.
 
     Raises CheckpointError naming the tensor or file that is at fault.
     """
@@ -51,13 +57,20 @@ def load_model(
     stacks = {layer.module_name: network.get_submodule(layer.module_name) for layer in spec.moe_layers}
     for module in stacks.values():
         module._parameters.clear()
-    loader = _Loader(spec, network, checkpoint, dtypes, torch.device(device), _Meter(checkpoint, progress))
+    num_experts_read = {
+        layer.module_name: layer.num_experts if placement is None else placement.topology.slots_per_rank
+        for layer in spec.moe_layers
+    }
+    meter = _Meter(checkpoint, progress, _share_bytes(spec, checkpoint, weights, num_experts_read))
+    loader = _Loader(spec, network, checkpoint, dtypes, torch.device(device), meter)
     loader.compute_buffers()
     loader.load_dense(weights)
     loader.pack_linear_layers()
     moe_layers = []
     for layer in spec.moe_layers:
-        moe_layer = loader.load_experts(layer, weights.experts[layer.module_name], placement, rank)
+        moe_layer = loader.load_experts(layer, weights.experts[layer.module_name], placement, rank, token_group)
+        if dispatcher is not None:
+            moe_layer.dispatcher = dispatcher
         experts_plug.bind_moe_layer(stacks[layer.module_name], moe_layer)
         moe_layers.append(moe_layer)
     loader.check_complete()
@@ -68,19 +81,34 @@ def load_model(
 class _Meter:
     """Bytes read so far; releases what has been read."""
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None, total: int) -> None:
         self.checkpoint = checkpoint
         self.progress = progress
-        self.total = sum(stored.end - stored.start for stored in checkpoint.tensors.values())
+        self.total = total
         self.done = 0
 
-    def finish(self, conversion: Conversion) -> None:
+    def finish(self, conversion: Conversion, num_bytes: int | None = None) -> None:
+        """`num_bytes`: where less than all of the conversion's tensors was read."""
         for name in conversion.names():
             self.checkpoint.release(name)
-            stored = self.checkpoint.tensors[name]
-            self.done += stored.end - stored.start
+        self.done += _stored_bytes(conversion, self.checkpoint) if num_bytes is None else num_bytes
         if self.progress is not None:
             self.progress(self.done, self.total)
+
+
+def _stored_bytes(conversion: Conversion, checkpoint: Checkpoint) -> int:
+    return sum(checkpoint.tensors[name].end - checkpoint.tensors[name].start for name in conversion.names())
+
+
+def _share_bytes(
+    spec: ModelSpec, checkpoint: Checkpoint, weights: WeightMap, num_experts_read: Mapping[str, int]
+) -> int:
+    """Bytes a rank reads: all of the dense part, and of each MoE layer as many experts as it has slots there."""
+    total = sum(_stored_bytes(conversion, checkpoint) for conversion in weights.dense)
+    for layer in spec.moe_layers:
+        for conversion in weights.experts[layer.module_name]:
+            total += num_experts_read[layer.module_name] * conversion.expert_bytes(checkpoint, layer.num_experts)
+    return total
 
 
 class _Loader:
@@ -163,7 +191,7 @@ class _Loader:
             setattr(self.network.get_submodule(parent), child, packed)
 
     def load_experts(
-        self, layer: MoESpec, conversions: list[Conversion], placement: Placement | None, rank: int
+        self, layer: MoESpec, conversions: list[Conversion], placement: Placement | None, rank: int, token_group: int
     ) -> MoELayer:
         if placement is None:
             placement, row = Placement.identity(Topology(layer.num_experts), 1), 0
@@ -183,7 +211,7 @@ class _Loader:
             }
             kernel.load_slot(position, experts_plug.to_canonical(module, in_dtype))
         for conversion in conversions:
-            self.meter.finish(conversion)
+            self.meter.finish(conversion, len(slots) * conversion.expert_bytes(self.checkpoint, layer.num_experts))
         return MoELayer(
             ordinal=layer.ordinal,
             layer_id=layer.layer_id,
@@ -191,7 +219,7 @@ class _Loader:
             top_k=layer.top_k,
             shape=layer.shape,
             kernel=kernel,
-            routing_table=RoutingTable(placement, row),
+            routing_table=RoutingTable(placement, row, token_group),
         )
 
     def check_complete(self) -> None:

@@ -68,6 +68,15 @@ class Conversion:
         }
         return {name: value[0] for name, value in self.convert(network, tensors).items()}
 
+    def expert_bytes(self, checkpoint: Checkpoint, num_experts: int) -> int:
+        """Stored bytes of one expert's part; every expert's is as large."""
+        total = 0
+        for names in self.sources.values():
+            stored = checkpoint.tensors[names[0]]
+            parts = num_experts if self.is_stacked(names, num_experts, checkpoint) else 1
+            total += (stored.end - stored.start) // parts
+        return total
+
     def is_stacked(self, names: list[str], num_experts: int, checkpoint: Checkpoint) -> bool:
         """True when one stored tensor holds all experts along its first axis."""
         if self.rule is not None and any("*." in pattern for pattern in self.rule.source_patterns):

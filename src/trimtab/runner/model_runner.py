@@ -81,6 +81,8 @@ class ModelRunner:
         assert self._state is None, "execute came twice without a sample between"
         self._update_rows(plan)
         if not plan.scheduled:
+            if plan.runs_forward:
+                self.model.forward_idle()
             self._state = ExecuteModelState(plan.step_id, None, None)
             return
         inputs = self._gather(plan)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import zmq
 
-import trimtab
 from trimtab.engine.executor.codec import (
     Failed,
     Heartbeat,
@@ -111,7 +110,7 @@ class WorkerProcesses:
         return socket
 
     def _start(self, entry: str, start: WorkerStart, environment: Mapping[str, str]) -> None:
-        home = str(Path(trimtab.__file__).parents[1])
+        home = str(Path(__file__).parents[3])  # of the package, wherever this process found it
         paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", entry],
