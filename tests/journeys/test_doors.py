@@ -89,7 +89,7 @@ def test_no_prompt_at_all_gives_no_output_and_no_message_an_error(llm: LLM) -> N
 
 
 def test_the_fitted_length_is_the_one_that_admits(checkpoint: Path) -> None:
-    """B113: the model says 512, the KV cache holds 65: that is told, as long a prompt refused, one less gives a token."""
+    """B113: the model says 512, the KV cache holds 65: told, a prompt of 65 refused, one of 64 gives one token."""
     with LLM(str(checkpoint), max_num_seqs=2, kv_cache_memory_bytes="2MiB", block_size=4, num_threads=1) as ample:
         stats = ample.stats()
         block_bytes = stats["memory_bytes"]["kv_cache"] // stats["kv_cache"]["num_blocks"]
