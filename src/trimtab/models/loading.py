@@ -198,7 +198,7 @@ class _Loader:
         else:
             row = layer.ordinal
         slots = placement.topology.slots_of(rank)
-        kernel = make_expert_kernel(layer.shape, len(slots), self.spec.dtype, self.device)
+        kernel = make_expert_kernel(layer.shape, len(slots), self.spec.dtype, self.device, self.spec.quantization)
         module = self.network.get_submodule(layer.module_name)
         for position, slot in enumerate(slots):
             expert = int(placement.slot_to_expert[row, slot])

@@ -40,7 +40,7 @@ def read_config(path: Path) -> PreTrainedConfig:
         )
         raise UnsupportedModelError(f"model type {model_type!r} is unknown to the installed transformers; {remedy}")
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(values)
+        config = CONFIG_MAPPING[str(model_type)].from_dict(values)
     except Exception as error:  # the configuration classes validate with errors of many kinds
         raise CheckpointError(f"{file} is not a valid {model_type} configuration: {error}") from error
     refuse_by_config(config)

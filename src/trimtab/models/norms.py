@@ -65,14 +65,9 @@ def _native_twin(core: NativeCore, module: nn.Module) -> NativeRMSNorm | None:
     weight = module._parameters.get("weight")
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
         return None
-    others = [value for key, value in (*module._parameters.items(), *module._buffers.items()) if key != "weight"]
-    if (
-        weight.ndim != 1
-        or weight.dtype not in SCALARS
-        or weight.device.type != "cpu"
-        or others
-        or list(module.children())
-    ):
+    others: list[object] = [value for key, value in module._parameters.items() if key != "weight"]
+    others += [*module._buffers.values(), *module.children()]
+    if weight.ndim != 1 or weight.dtype not in SCALARS or weight.device.type != "cpu" or others:
         return None
     return NativeRMSNorm(core, weight, eps)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from trimtab.experts.data.kernels.native import native_refusal
+from trimtab.experts.formats.registry import find_format
 from trimtab.models import network as networks
 from trimtab.models import probe
 from trimtab.models.checkpoint import Checkpoint
@@ -22,6 +26,7 @@ __all__ = ["AttentionSpec", "CheckpointError", "MoESpec", "ModelSpec", "Unsuppor
 
 logger = logging.getLogger(__name__)
 
+QUANTIZATIONS = ("int8",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,19 +45,30 @@ class ModelSpec:
     tied: bool  # the output head is the embedding
     num_parameters: int
     num_active_parameters: int  # of those, how many one token passes through
-    num_bytes: int  # of the weights as loaded by one rank that holds every expert once
+    num_dense_bytes: int  # of the weights outside the experts, as loaded
+    quantization: str | None = None  # the format experts are stored in; None: in dtype
     plain_linears: frozenset[str] = frozenset()  # linear layers whose weight the network itself reads: not packed
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights as loaded by one rank that holds every expert once."""
+        return self.num_dense_bytes + self.num_expert_bytes
+
+    @property
     def num_expert_bytes(self) -> int:
-        """The experts' part of `num_bytes`."""
-        experts = sum(layer.num_experts * layer.shape.num_parameters for layer in self.moe_layers)
-        return experts * self.dtype.itemsize
+        """The experts' part of `num_bytes`, in their storage format."""
+        stored = find_format(self.quantization or self.dtype)
+        return sum(
+            layer.num_experts * math.prod(tensor.shape) * tensor.dtype.itemsize
+            for layer in self.moe_layers
+            for tensor in stored.specs(layer.shape).values()
+        )
 
 
-def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
+def read_spec(path: str | Path, dtype: str = "auto", quantization: str | None = None) -> ModelSpec:
     """Reads config.json and the safetensors headers and probes the network on the meta device.
 
+    `quantization` names the format to store experts in ("int8"), made from the checkpoint's weights while loading.
     Raises UnsupportedModelError (with the model's name and the reason) for what cannot be run correctly,
     CheckpointError (with the tensor or file) for what is damaged, both ValueErrors.
     """
@@ -65,7 +81,9 @@ def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
     weights = map_weights(trial, checkpoint)
     if dtype == "auto" and getattr(config, "dtype", None) is None:
         found_dtype = _stored_dtype(checkpoint)
+    _check_quantization(quantization, probed.moe_layers)
     sizes = _sizes(trial, found_dtype, set(weights.tied))
+    experts = sum(layer.num_experts * layer.shape.num_parameters for layer in probed.moe_layers)
     inactive = sum((layer.num_experts - layer.top_k) * layer.shape.num_parameters for layer in probed.moe_layers)
     text = config.get_text_config()
     return ModelSpec(
@@ -82,7 +100,8 @@ def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
         tied=bool(trial.all_tied_weights_keys),
         num_parameters=sizes[0],
         num_active_parameters=sizes[0] - inactive,
-        num_bytes=sizes[1],
+        num_dense_bytes=sizes[1] - experts * found_dtype.itemsize,
+        quantization=quantization,
         plain_linears=frozenset(probed.plain_linears),
     )
 
@@ -96,6 +115,18 @@ def probe_config(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -
     except Exception as error:  # a network's constructor fails in its own way on values that do not fit together
         raise CheckpointError(f"the configuration does not make a {name}: {type(error).__name__}: {error}") from error
     return trial, probe_network(trial, name)
+
+
+def _check_quantization(quantization: str | None, moe_layers: Sequence[MoESpec]) -> None:
+    if quantization is None:
+        return
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization ({quantization!r}) must be one of {', '.join(QUANTIZATIONS)}, or left out")
+    for layer in moe_layers:
+        if (refusal := native_refusal(layer.shape, quantization)) is not None:
+            raise ValueError(
+                f"quantization ({quantization!r}) cannot store {layer.module_name}: {refusal}; leave it out"
+            )
 
 
 def _choose_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
