@@ -16,7 +16,7 @@ from trimtab.experts.data.dispatch.base import Dispatcher, RankPlace
 from trimtab.experts.data.dispatch.choice import choose_dispatcher, create_resources, open_dispatcher
 from trimtab.experts.data.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
 from trimtab.experts.data.dispatch.local import LocalDispatcher
-from trimtab.experts.data.kernels.base import ExpertKernel
+from trimtab.experts.data.kernels.base import ExpertKernel, InPlaceExperts
 from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.data.moe_layer import MoELayer
@@ -97,13 +97,19 @@ SERVING = KERNELS[-1]
 
 
 class Counted:
-    """A kernel that remembers which slots it computed, row by row."""
+    """A kernel that remembers which slots it computed, row by row. It takes rows in place where the kernel does."""
 
     def __init__(self, kernel: ExpertKernel) -> None:
         self.kernel = kernel
         self.num_slots = kernel.num_slots
         self.combine = kernel.combine
         self.slots: list[int] = []
+        self.in_place_dtypes = kernel.in_place_dtypes if isinstance(kernel, InPlaceExperts) else frozenset()
+
+    def experts_in_place(self, dtype: torch.dtype, rows: Tensor, slot_ids: Tensor, outputs: Tensor) -> None:
+        assert isinstance(self.kernel, InPlaceExperts)
+        self.slots += slot_ids.tolist()
+        self.kernel.experts_in_place(dtype, rows, slot_ids, outputs)
 
     def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
         self.slots += slot_ids.tolist()
@@ -307,6 +313,9 @@ def test_all_ranks_log_the_same_operations_over_200_random_steps(
 
 class Broken(Counted):
     def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
+        raise MemoryError("no room for experts")
+
+    def experts_in_place(self, dtype: torch.dtype, rows: Tensor, slot_ids: Tensor, outputs: Tensor) -> None:
         raise MemoryError("no room for experts")
 
 

@@ -96,6 +96,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "trimtab_pack_linear": (None, [_INT, _LONG, _LONG, *[_POINTER] * 4]),
     "trimtab_unpack_linear": (None, [_INT, _LONG, _LONG, *[_POINTER] * 4]),
     "trimtab_moe": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _INT]),
+    "trimtab_experts_in_place": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _LONG, _INT]),
     "trimtab_linear": (_INT, [_INT, _INT, _LONG, _LONG, _POINTER, _POINTER, _INT, _POINTER, _INT, _LONG, _INT]),
     "trimtab_attention_block_size_allowed": (_INT, [_LONG]),
     "trimtab_attention": (_INT, [_INT, _POINTER]),

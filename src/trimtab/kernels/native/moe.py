@@ -149,6 +149,23 @@ class NativeMoe:
         self._run(rows, slot_ids[:, None], torch.ones(len(rows), 1), out)
         return out
 
+    def experts_in_place(
+        self, dtype: torch.dtype, row_addresses: torch.Tensor, slot_ids: torch.Tensor, output_addresses: torch.Tensor
+    ) -> None:
+        """As `experts`, with rows of `dtype` read, and fp32 rows written, at addresses [N] int64."""
+        assert slot_ids.is_contiguous() and row_addresses.is_contiguous() and output_addresses.is_contiguous()
+        check_status(
+            self._core.experts_in_place(
+                self._layer_address,
+                row_addresses.data_ptr(),
+                SCALARS[dtype],
+                output_addresses.data_ptr(),
+                slot_ids.data_ptr(),
+                len(slot_ids),
+                torch.get_num_threads(),
+            )
+        )
+
     def _run(self, hidden: torch.Tensor, slot_ids: torch.Tensor, gate_weights: torch.Tensor, out: torch.Tensor) -> None:
         num_tokens, top_k = slot_ids.shape
         assert hidden.shape == (num_tokens, self.shape.hidden_size), f"hidden is {tuple(hidden.shape)}"

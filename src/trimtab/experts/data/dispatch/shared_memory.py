@@ -17,7 +17,7 @@ from trimtab.experts.data.dispatch.base import (
     RankPlace,
     check_slot_ids,
 )
-from trimtab.experts.data.kernels.base import ExpertKernel
+from trimtab.experts.data.kernels.base import ExpertKernel, InPlaceExperts
 from trimtab.kernels.native.exchange import ExchangeAbortedError, NativeExchange, Phase
 
 
@@ -57,11 +57,14 @@ class SharedMemoryDispatcher:
         exchange.send(hidden[own], slot_ids[own])
         waited = self._wait(Phase.SENT)
         arrivals = exchange.arrivals(range(first_slot, first_slot + kernel.num_slots), top_k, hidden_size)
-        rows = exchange.gather(arrivals, hidden_size)
         dispatched = time.perf_counter()
-        outputs = kernel.experts(rows, arrivals.slot_ids)
+        if isinstance(kernel, InPlaceExperts) and arrivals.dtype in kernel.in_place_dtypes:
+            kernel.experts_in_place(
+                arrivals.dtype, arrivals.row_addresses, arrivals.slot_ids, arrivals.output_addresses
+            )
+        else:
+            exchange.scatter(kernel.experts(exchange.gather(arrivals, hidden_size), arrivals.slot_ids), arrivals)
         computed = time.perf_counter()
-        exchange.scatter(outputs, arrivals)
         exchange.answer()
         waited += self._wait(Phase.ANSWERED)
         out = torch.empty_like(hidden)

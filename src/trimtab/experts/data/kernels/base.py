@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from trimtab.experts.formats.base import ExpertTensors
@@ -49,4 +50,17 @@ class ExpertKernel(Protocol):
 
         Of slot ids only the sign is read: where negative, `outputs` may hold anything.
         """
+        ...
+
+
+@runtime_checkable
+class InPlaceExperts(Protocol):
+    """A kernel that reads rows and writes outputs where they lie, so that ranks need not copy what they share."""
+
+    in_place_dtypes: frozenset[torch.dtype]
+
+    def experts_in_place(
+        self, dtype: torch.dtype, row_addresses: Tensor, slot_ids: Tensor, output_addresses: Tensor
+    ) -> None:
+        """As `ExpertKernel.experts`, of rows in `dtype`; addresses [N] int64, each of H values (outputs: fp32)."""
         ...

@@ -37,6 +37,7 @@ class NativeExpertKernel:
     """`storage` names the format of the slots ("int8") or is the dtype that they keep."""
 
     name = "native"
+    in_place_dtypes = frozenset(SCALARS)
 
     def __init__(self, shape: ExpertShape, num_slots: int, storage: str | torch.dtype) -> None:
         assert (refusal := native_refusal(shape, storage)) is None, refusal
@@ -74,6 +75,11 @@ class NativeExpertKernel:
         if rows.dtype not in SCALARS:
             rows = rows.float()
         return self._layer.experts(rows, slot_ids)
+
+    def experts_in_place(
+        self, dtype: torch.dtype, row_addresses: Tensor, slot_ids: Tensor, output_addresses: Tensor
+    ) -> None:
+        self._layer.experts_in_place(dtype, row_addresses, slot_ids, output_addresses)
 
     def combine(self, outputs: Tensor, slot_ids: Tensor, gate_weights: Tensor, out: Tensor) -> None:
         if out.dtype in SCALARS:

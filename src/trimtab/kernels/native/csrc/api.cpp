@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <new>
+#include <vector>
 
 #include "core.hpp"
 
@@ -84,10 +86,10 @@ TRIMTAB_API void trimtab_unpack_linear(int format, int64_t columns, int64_t dept
   unpack_linear(layout, static_cast<const char*>(packed), {weights, bias, scale});
 }
 
-// hidden, out: [num_tokens, hidden_size] of `scalar`; slot_ids, gate_weights: [num_tokens, top_k].
-TRIMTAB_API int trimtab_moe(const TrimtabMoeLayer* layer, const void* hidden, int hidden_scalar, void* out,
-                            int out_scalar, const int64_t* slot_ids, const float* gate_weights, int64_t num_tokens,
-                            int64_t top_k, int num_threads) {
+namespace {
+
+int run_layer(const TrimtabMoeLayer* layer, const ConstRows& hidden, const Rows& out, const int64_t* slot_ids,
+              const float* gate_weights, int64_t num_tokens, int64_t top_k, int num_threads) {
   const WeightFormat format = static_cast<WeightFormat>(layer->format);
   const KernelTable* kernels = find_kernels(static_cast<Level>(layer->level), format);
   if (!kernels) return static_cast<int>(Status::no_kernel);
@@ -96,14 +98,38 @@ TRIMTAB_API int trimtab_moe(const TrimtabMoeLayer* layer, const void* hidden, in
   call.activation = {static_cast<ActivationKind>(layer->activation), layer->alpha, layer->limit};
   call.slot_table = layer->slot_table;
   call.num_slots = layer->num_slots;
-  call.hidden = {hidden, static_cast<Scalar>(hidden_scalar), layer->hidden_size};
-  call.out = {out, static_cast<Scalar>(out_scalar), layer->hidden_size};
+  call.hidden = hidden;
+  call.out = out;
   call.slot_ids = slot_ids;
   call.gate_weights = gate_weights;
   call.num_tokens = num_tokens;
   call.top_k = top_k;
   call.num_threads = num_threads;
   return static_cast<int>(run_moe(*kernels, call));
+}
+
+}  // namespace
+
+// hidden, out: [num_tokens, hidden_size] of `scalar`; slot_ids, gate_weights: [num_tokens, top_k].
+TRIMTAB_API int trimtab_moe(const TrimtabMoeLayer* layer, const void* hidden, int hidden_scalar, void* out,
+                            int out_scalar, const int64_t* slot_ids, const float* gate_weights, int64_t num_tokens,
+                            int64_t top_k, int num_threads) {
+  return run_layer(layer, {hidden, static_cast<Scalar>(hidden_scalar), layer->hidden_size},
+                   {out, static_cast<Scalar>(out_scalar), layer->hidden_size}, slot_ids, gate_weights, num_tokens,
+                   top_k, num_threads);
+}
+
+// Each row's one expert without a gate weight, rows read and fp32 outputs written wherever they lie.
+TRIMTAB_API int trimtab_experts_in_place(const TrimtabMoeLayer* layer, const void* const* rows, int scalar,
+                                         void* const* outputs, const int64_t* slot_ids, int64_t num_rows,
+                                         int num_threads) try {
+  // A product with one, added to zero, is the expert's output itself.
+  const std::vector<float> ones(num_rows, 1.0f);
+  return run_layer(layer, {nullptr, static_cast<Scalar>(scalar), layer->hidden_size, rows},
+                   {nullptr, Scalar::fp32, layer->hidden_size, outputs}, slot_ids, ones.data(), num_rows, 1,
+                   num_threads);
+} catch (const std::bad_alloc&) {
+  return static_cast<int>(Status::out_of_memory);
 }
 
 TRIMTAB_API int trimtab_linear(int level, int format, int64_t columns, int64_t depth, const void* packed,

@@ -65,6 +65,17 @@ const char* row_address(const ConstRows& rows, int64_t row) {
   return static_cast<const char*>(rows.data) + row * rows.columns * (rows.scalar == Scalar::fp32 ? 4 : 2);
 }
 
+ConstRows from_row(const ConstRows& rows, int64_t row) {
+  if (rows.addresses) return {nullptr, rows.scalar, rows.columns, rows.addresses + row};
+  return {row_address(rows, row), rows.scalar, rows.columns};
+}
+
+Rows from_row(const Rows& rows, int64_t row) {
+  if (rows.addresses) return {nullptr, rows.scalar, rows.columns, rows.addresses + row};
+  const ConstRows same{rows.data, rows.scalar, rows.columns};
+  return {const_cast<char*>(row_address(same, row)), rows.scalar, rows.columns};
+}
+
 Status run_chunk(const KernelTable& kernels, const MoeCall& call, int64_t first_token, int64_t num_tokens) {
   const SlotLayout& layout = call.layout;
   const int64_t pairs = num_tokens * call.top_k;
@@ -108,9 +119,8 @@ Status run_chunk(const KernelTable& kernels, const MoeCall& call, int64_t first_
   MoeChunk chunk{};
   chunk.layout = &layout;
   chunk.activation = call.activation;
-  chunk.hidden = {row_address(call.hidden, first_token), call.hidden.scalar, call.hidden.columns};
-  const ConstRows out{call.out.data, call.out.scalar, call.out.columns};
-  chunk.out = {const_cast<char*>(row_address(out, first_token)), call.out.scalar, call.out.columns};
+  chunk.hidden = from_row(call.hidden, first_token);
+  chunk.out = from_row(call.out, first_token);
   chunk.gate_weights = call.gate_weights + first_token * call.top_k;
   chunk.num_tokens = num_tokens;
   chunk.top_k = call.top_k;
@@ -158,9 +168,8 @@ Status run_linear(const KernelTable& kernels, const MatrixLayout& layout, const 
     LinearCall call{};
     call.layout = &layout;
     call.weights = static_cast<const char*>(weights);
-    call.input = {row_address(input, first), input.scalar, input.columns};
-    const ConstRows target{out.data, out.scalar, out.columns};
-    call.out = {const_cast<char*>(row_address(target, first)), out.scalar, out.columns};
+    call.input = from_row(input, first);
+    call.out = from_row(out, first);
     call.num_rows = rows;
     call.num_threads = num_threads;
     call.input_rows = workspace.take<char>(rows * stride);

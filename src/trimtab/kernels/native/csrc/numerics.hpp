@@ -146,16 +146,19 @@ inline void read_piece(const void* row, Scalar scalar, int64_t first, int64_t co
 // Writes the part of one panel's 64 values that lies inside the row.
 inline void write_panel(const float* values, int64_t first, const Rows& rows, int64_t row) {
   const int64_t count = rows.columns - first < kPanelColumns ? rows.columns - first : kPanelColumns;
+  void* data = rows.addresses ? rows.addresses[row] : rows.data;
+  if (rows.addresses) row = 0;
   if (rows.scalar == Scalar::fp32) {
-    float* target = static_cast<float*>(rows.data) + row * rows.columns + first;
+    float* target = static_cast<float*>(data) + row * rows.columns + first;
     for (int64_t i = 0; i < count; ++i) target[i] = values[i];
   } else {
-    uint16_t* target = static_cast<uint16_t*>(rows.data) + row * rows.columns + first;
+    uint16_t* target = static_cast<uint16_t*>(data) + row * rows.columns + first;
     for (int64_t i = 0; i < count; ++i) target[i] = round_to_bf16(values[i]);
   }
 }
 
 inline const void* row_at(const ConstRows& rows, int64_t row) {
+  if (rows.addresses) return rows.addresses[row];
   const int64_t bytes = rows.scalar == Scalar::fp32 ? 4 : 2;
   return static_cast<const char*>(rows.data) + row * rows.columns * bytes;
 }

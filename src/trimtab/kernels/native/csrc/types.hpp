@@ -22,16 +22,18 @@ struct Activation {
   float limit;  // swiglu_clamped: clamp of gate (above) and up (both sides)
 };
 
-// A row-major tensor of activations, one row after the other without gaps.
+// Rows of activations: one after the other without gaps from `data` on, or each where `addresses` says.
 struct ConstRows {
   const void* data;
   Scalar scalar;
   int64_t columns;
+  const void* const* addresses = nullptr;
 };
 struct Rows {
   void* data;
   Scalar scalar;
   int64_t columns;
+  void* const* addresses = nullptr;
 };
 
 // A slot that at least one token of the chunk chose; its rows are sorted together.
