@@ -1,7 +1,9 @@
-// The AVX-512 intrinsics that ops_avx512.hpp uses, in plain C++: lets machines without the instructions run and check
+// The AVX-512 intrinsics that ops_avx512.hpp and attention_avx512.cpp use, in plain C++: lets machines without the instructions run and check
 // the AVX-512 kernels' layout, tiling and arithmetic. Written from the operation descriptions in Intel's manual.
 // Types are compiler vectors of 64 bytes, lowered to whatever the CPU has.
 #pragma once
+
+#include <immintrin.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -45,6 +47,19 @@ inline float emulated_bf16(uint32_t half) {
   return value;
 }
 
+inline EmulatedWords emulated_widen_u16(__m256i halves) {
+  uint16_t values[16];
+  __builtin_memcpy(values, &halves, sizeof values);
+  EmulatedWords words;
+  for (int i = 0; i < 16; ++i) words[i] = values[i];
+  return words;
+}
+inline EmulatedFloats emulated_bits_as_floats(EmulatedWords words) {
+  EmulatedFloats floats;
+  __builtin_memcpy(&floats, &words, sizeof floats);
+  return floats;
+}
+
 // A library loaded while this variable is set computes bf16 products wrongly: what a self-test must find.
 const bool kInjectedFault = std::getenv("TRIMTAB_INJECTED_FAULT") != nullptr;
 
@@ -86,5 +101,8 @@ inline EmulatedWords emulated_dpbusd(EmulatedWords sum, EmulatedWords a, Emulate
 #define _mm512_set1_ps emulated_broadcast<EmulatedFloats>
 #define _mm512_set1_epi32 emulated_broadcast<EmulatedWords>
 #define _mm512_fmadd_ps emulated_fmadd
+#define _mm512_cvtepu16_epi32 emulated_widen_u16
+#define _mm512_slli_epi32(words, bits) ((words) << (bits))
+#define _mm512_castsi512_ps emulated_bits_as_floats
 #define _mm512_dpbf16_ps emulated_dpbf16
 #define _mm512_dpbusd_epi32 emulated_dpbusd

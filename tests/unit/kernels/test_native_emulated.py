@@ -15,6 +15,7 @@ import pytest
 import torch
 from native_cases import SHAPES, assert_close_to_reference, load_kernels, make_layer, routed
 
+from trimtab.kernels.native.attention import NativeAttention, paged_view, self_test_error
 from trimtab.kernels.native.build import SOURCE_FLAGS, build, find_compiler
 from trimtab.kernels.native.library import Format, Level, NativeCore, NativeKernels, choose_kernels
 from trimtab.kernels.native.moe import MoeShape
@@ -28,10 +29,7 @@ EMULATION = Path(__file__).with_name("emulated_avx512.hpp")
 
 @pytest.fixture(scope="module")
 def emulated_path(tmp_path_factory) -> Path:
-    source_flags = {
-        name: ("-mavx2", "-mfma") if name.startswith("kernels_avx512") else flags
-        for name, flags in SOURCE_FLAGS.items()
-    }
+    source_flags = {name: ("-mavx2", "-mfma") if "avx512" in name else flags for name, flags in SOURCE_FLAGS.items()}
     # scripts/sanitize_native.sh adds its own.
     extra = os.environ.get("TRIMTAB_TEST_FLAGS", "").split()
     flags = (f'-DTRIMTAB_EMULATED_AVX512="{EMULATION}"', "-Wno-psabi", *extra)
@@ -99,6 +97,41 @@ def test_int8_results_are_the_same_bits_on_every_instruction_set(emulated):
         hidden = torch.randn(20, shape.hidden_size, generator=generator)
         outs = [layer.native(hidden, slot_ids, gates) for layer in layers]
         assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_gives_the_same_bits_on_every_instruction_set(emulated, dtype):
+    """Scores add up by coordinate, values by token, the softmax in sixteen lanes by position: no order depends on the
+    width of a vector."""
+    wide = NativeAttention(emulated.core, Level.AVX512)
+    narrow = NativeAttention(emulated.core, Level.AVX2)
+    assert self_test_error(wide, dtype) is None and self_test_error(narrow, dtype) is None
+    generator = torch.Generator().manual_seed(5)
+    block_size, heads, sizes, length = 16, 2, (24, 40), 300
+    pages = -(-length // block_size) + 1
+    stride = heads * sum(sizes) * block_size
+    keys, values = paged_view(torch.zeros(pages * stride, dtype=dtype), pages, stride, block_size, heads, sizes)
+    blocks = torch.arange(1, pages, dtype=torch.int32)[None]
+    slots = torch.arange(length) + block_size
+    key, value = (torch.randn(length, heads, size, generator=generator).to(dtype) for size in sizes)
+    narrow.write(keys, values, key, value, slots)
+    query = torch.randn(50, 6, sizes[0], generator=generator).to(dtype)
+    outs = [
+        attention.attend(
+            query,
+            keys,
+            values,
+            block_table=blocks,
+            query_start=torch.tensor([0, 50], dtype=torch.int32),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            window=None,
+            scaling=0.2,
+            sinks=None,
+            softcap=None,
+        )
+        for attention in (narrow, wide)
+    ]
+    assert torch.equal(*outs)
 
 
 def test_a_kernel_that_computes_wrongly_is_reported_and_replaced_by_the_next_level(faulty, caplog):

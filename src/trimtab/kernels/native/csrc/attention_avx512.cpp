@@ -3,6 +3,11 @@
 
 #include "attention_tile.hpp"
 
+// Tests build this file without the instructions, against the same names written in plain C++.
+#ifdef TRIMTAB_EMULATED_AVX512
+#include TRIMTAB_EMULATED_AVX512
+#endif
+
 namespace trimtab {
 namespace {
 
@@ -10,7 +15,7 @@ struct Avx512 {
   using Vector = __m512;
   static constexpr int64_t kWidth = 16;
   static constexpr int kRows = 5;
-  static Vector zero() { return _mm512_setzero_ps(); }
+  static Vector zero() { return _mm512_set1_ps(0.0f); }
   static Vector broadcast(float value) { return _mm512_set1_ps(value); }
   static Vector load(const float* at) { return _mm512_loadu_ps(at); }
   static Vector load(const uint16_t* at) {
