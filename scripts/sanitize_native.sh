@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the native kernels' tests against builds with AddressSanitizer and with UndefinedBehaviorSanitizer.
+# Runs the native kernels' tests against builds with AddressSanitizer and with UndefinedBehaviorSanitizer, and the
+# exchange between ranks under ThreadSanitizer.
 # Needs g++ with its sanitizer libraries; PYTHON names the interpreter (default: python).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,3 +24,6 @@ run() {
 
 run address libasan.so -g -fsanitize=address
 run undefined libubsan.so -g -fsanitize=undefined -fno-sanitize-recover=all
+
+echo "== thread: the exchange between ranks"
+TRIMTAB_TEST_EXCHANGE_LAYERS=20000 "$python" -m pytest -q -p no:cacheprovider tests/unit/kernels/test_exchange_races.py
