@@ -2,6 +2,7 @@
 // tests/unit/kernels/test_exchange_races.py and scripts/sanitize_native.sh.
 //
 //     exchange_stress RANKS LAYERS
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -33,6 +34,7 @@ namespace {
 
 constexpr int64_t kTokens = 9, kTopK = 3, kHidden = 17, kSlotsPerRank = 4;
 constexpr int kAborted = 2;
+std::atomic<int64_t> finished{0};
 
 void fail(const char* what) {
   std::fprintf(stderr, "exchange_stress: %s\n", what);
@@ -80,8 +82,10 @@ void run_rank(void* segment, int64_t rank, int64_t num_ranks, int64_t layers) {
         if (inbox[pair * kHidden + h] != expert(rows[pair / kTopK * kHidden + h], slots[pair])) fail("wrong output");
     }
   }
-  // The last rank leaves instead of answering: everyone else must be woken by the abort word.
+  // The last rank leaves instead of sending: everyone else must be woken by the abort word.
+  ++finished;
   if (rank == num_ranks - 1) {
+    while (finished < num_ranks) std::this_thread::yield();
     trimtab_exchange_abort(segment, rank + 1);
   } else {
     trimtab_exchange_send(&exchange, rows.data(), kHidden * 4, 0, slots.data(), 1, kTopK);
