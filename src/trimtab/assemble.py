@@ -10,23 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trimtab.config import EngineConfig
 from trimtab.engine.config import CacheConfig, SchedulerConfig
 from trimtab.engine.engine import Engine
-from trimtab.engine.executor.inline import InlineExecutor
 from trimtab.engine.kv_cache import longest_request, peak_blocks
 from trimtab.engine.stop import eos_token_ids
-from trimtab.kernels.features import default_num_threads, memory
+from trimtab.experts.placement import Placement, Topology
+from trimtab.kernels.features import memory
 from trimtab.models.language_model import LanguageModel
-from trimtab.models.loading import load_model
 from trimtab.models.resolve import resolve_model
 from trimtab.models.spec import ModelSpec, read_spec
 from trimtab.plan import KVCacheConfig
+from trimtab.ranks import RankSetup, plan_dispatch, start_ranks
 from trimtab.runner.attention import group_layers, kv_cache_bytes_per_token
-from trimtab.runner.model_runner import ModelRunner
-from trimtab.runner.reference_runner import ReferenceRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-
-RUNNERS = {"v2": ModelRunner, "v1": ReferenceRunner}
 
 # Without a wish, the KV cache takes this share of the memory that the weights leave, and no more than requests can use.
 KV_SHARE = 0.5
@@ -48,10 +42,11 @@ class Parts:
     """An engine and what it was built from."""
 
     engine: Engine
-    model: LanguageModel
+    models: list[LanguageModel]  # of this process, by rank; none where ranks are processes
     spec: ModelSpec
     tokenizer: PreTrainedTokenizerBase | None
-    memory_bytes: dict[str, int]
+    memory_bytes: dict[str, int]  # over all ranks
+    rank_facts: list[dict[str, int]]
     start_up_s: dict[str, float]
     max_model_len: int
 
@@ -61,21 +56,20 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     clock = _Clock()
     report = progress or (lambda stage, done, total: None)
     path = resolve_model(config.model, progress)
-    torch.set_num_threads(config.num_threads or default_num_threads())
 
     spec = read_spec(path, config.dtype)
+    placement = plan_placement(config, spec)
+    dispatch = plan_dispatch(config, spec)
     tokenizer = load_tokenizer(path)
-    kv_cache, max_model_len = plan_kv_cache(config, spec, memory().available_bytes)
+    available_bytes = memory().available_bytes - dispatch.shared_bytes
+    kv_cache, max_model_len = plan_kv_cache(config, spec, available_bytes, rank_weight_bytes(spec, placement))
     clock.lap("plan")
 
-    model = load_model(spec, progress=lambda done, total: report("load", done, total))
+    ranks = start_ranks(RankSetup(config, path, kv_cache, max_model_len, placement, dispatch), spec, report)
     clock.lap("load")
 
-    runner = RUNNERS[config.model_runner](
-        model, kv_cache, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
-    )
     engine = Engine(
-        InlineExecutor(runner),
+        ranks.executor,
         kv_cache,
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -84,19 +78,53 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
             async_depth=config.async_depth or 1,  # the CPU computes as it launches: docs/decisions/0003
         ),
         vocab_size=spec.vocab_size,
+        data_parallel_size=config.data_parallel_size,
         cache=CacheConfig(block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching),
         tokenizer=tokenizer,
         eos_token_ids=end_token_ids(spec, tokenizer),
         seed=config.seed,
     )
     clock.lap("build")
-    held = {"weights": spec.num_bytes, "kv_cache": runner.kv_cache_bytes}
-    return Parts(engine, model, spec, tokenizer, held, clock.laps, max_model_len)
+    held = {
+        "weights": config.num_ranks * rank_weight_bytes(spec, placement),
+        "kv_cache": sum(facts["kv_cache_bytes"] for facts in ranks.facts),
+    }
+    return Parts(engine, ranks.models, spec, tokenizer, held, ranks.facts, clock.laps, max_model_len)
 
 
-def plan_kv_cache(config: EngineConfig, spec: ModelSpec, available_bytes: int) -> tuple[KVCacheConfig, int]:
-    """The KV cache and the final longest request, from what was asked for and what memory is left.
+def plan_placement(config: EngineConfig, spec: ModelSpec) -> Placement | None:
+    """Which expert lives in which slot; None where one rank holds each expert once.
 
+    Raises `ValueError` where the slots do not divide over the ranks, or the file says something else.
+    """
+    if config.num_ranks == 1 and config.initial_placement is None:
+        return None
+    counts = sorted({layer.num_experts for layer in spec.moe_layers})
+    if len(counts) != 1:
+        raise ValueError(
+            f"enable_expert_parallel needs MoE layers with one number of experts; {spec.path.name} has {counts}; "
+            "take one rank"
+        )
+    topology = Topology(counts[0], config.num_redundant_experts, config.num_ranks)
+    if config.initial_placement is not None:
+        raise ValueError(f"initial_placement ({config.initial_placement!r}) cannot be read yet; leave it out")
+    return Placement.identity(topology, len(spec.moe_layers))
+
+
+def rank_weight_bytes(spec: ModelSpec, placement: Placement | None) -> int:
+    """Weights of one rank: everything dense, and the experts of its slots."""
+    if placement is None:
+        return spec.num_bytes
+    per_slot = sum(layer.shape.num_parameters for layer in spec.moe_layers) * spec.dtype.itemsize
+    return spec.num_bytes - spec.num_expert_bytes + placement.topology.slots_per_rank * per_slot
+
+
+def plan_kv_cache(
+    config: EngineConfig, spec: ModelSpec, available_bytes: int, weight_bytes: int | None = None
+) -> tuple[KVCacheConfig, int]:
+    """A rank's KV cache and the final longest request, from what was asked for and what memory is left.
+
+    `available_bytes` are those of this machine, which all ranks share; `weight_bytes` those that one rank holds.
     With `max_model_len` given, a cache that cannot hold one such request is an error; without, the length is fitted.
     """
     limit = config.max_model_len or spec.max_position
@@ -107,11 +135,15 @@ def plan_kv_cache(config: EngineConfig, spec: ModelSpec, available_bytes: int) -
         )
     groups = group_layers(spec.attention_layers, spec.dtype)
     block_bytes = config.block_size * kv_cache_bytes_per_token(spec.attention_layers, spec.dtype)
-    left_bytes = available_bytes - spec.num_bytes - RESERVE_BYTES
+    available_bytes //= config.num_ranks
+    each = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
+    if weight_bytes is None:
+        weight_bytes = spec.num_bytes
+    left_bytes = available_bytes - weight_bytes - RESERVE_BYTES
     if left_bytes < block_bytes * 2:
         raise ValueError(
-            f"not enough memory: {spec.path.name} needs {_gib(spec.num_bytes)} for its weights and at least "
-            f"{_gib(RESERVE_BYTES + 2 * block_bytes)} to work in; {_gib(available_bytes)} are free. "
+            f"not enough memory: {spec.path.name} needs {_gib(weight_bytes)} for its weights and at least "
+            f"{_gib(RESERVE_BYTES + 2 * block_bytes)} to work in{each}; {_gib(available_bytes)} are free{each}. "
             "Free some, or take a smaller model or dtype"
         )
 
@@ -124,7 +156,7 @@ def plan_kv_cache(config: EngineConfig, spec: ModelSpec, available_bytes: int) -
         if asked_bytes > left_bytes:
             raise ValueError(
                 f"kv_cache_memory_bytes ({_gib(asked_bytes)}) must be at most {_gib(left_bytes)}: "
-                f"{_gib(available_bytes)} are free and the weights take {_gib(spec.num_bytes)}; lower it"
+                f"{_gib(available_bytes)} are free and the weights take {_gib(weight_bytes)}{each}; lower it"
             )
         num_blocks = asked_bytes // block_bytes
     else:

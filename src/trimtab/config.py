@@ -8,6 +8,9 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_RUNNERS = ("v2", "v1")
+EXECUTOR_BACKENDS = (None, "inline", "threads", "mp")
+ALL2ALL_BACKENDS = (None, "shared_memory", "gloo")
+MAX_RANKS = 1024
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -58,7 +61,20 @@ class EngineConfig:
     async_depth: int | None = _option(
         None, "steps in flight, 1 or 2; default: 2 where the device works on its own, 1 on the CPU"
     )
-    num_threads: int | None = _option(None, "threads to compute with; default: the cores this process may use")
+    num_threads: int | None = _option(
+        None, "threads each rank computes with; default: the cores this process may use, over the ranks"
+    )
+    data_parallel_size: int = _option(1, "ranks that serve requests of their own; the limits above are each one's")
+    tensor_parallel_size: int = _option(1, "ranks that run the same tokens and share their experts")
+    enable_expert_parallel: bool = _option(False, "spread each MoE layer's experts over all ranks")
+    num_redundant_experts: int = _option(0, "replicas per MoE layer; initial_placement says of which experts")
+    initial_placement: str | None = _option(None, "JSON file that says which expert lives in which slot")
+    distributed_executor_backend: str | None = _option(
+        None, "inline (one rank), threads or mp (a process per rank); default: inline for one rank, else mp"
+    )
+    all2all_backend: str | None = _option(
+        None, "how tokens reach their experts' ranks: shared_memory or gloo; default: what serves here"
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -91,6 +107,48 @@ class EngineConfig:
             _check_integer(
                 "num_threads", self.num_threads, 1, 4096, "leave it out to use the cores this process may use"
             )
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            _check_integer(name, getattr(self, name), 1, MAX_RANKS, "1 is a single rank")
+            if getattr(self, name) > 1 and not self.enable_expert_parallel:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) above 1 needs enable_expert_parallel: ranks share the experts of "
+                    "MoE layers; switch it on or take one rank"
+                )
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(
+                f"data_parallel_size ({self.data_parallel_size}) * tensor_parallel_size ({self.tensor_parallel_size}) "
+                f"must be at most {MAX_RANKS} ranks; lower one of them"
+            )
+        _check_integer("num_redundant_experts", self.num_redundant_experts, 0, 2**16, "0 adds no replica")
+        if self.num_redundant_experts and self.initial_placement is None:
+            raise ValueError(
+                f"num_redundant_experts ({self.num_redundant_experts}) needs initial_placement, the file that says "
+                "which experts have replicas; give it or set 0"
+            )
+        if self.initial_placement is not None and not self.enable_expert_parallel:
+            raise ValueError(
+                f"initial_placement ({self.initial_placement!r}) needs enable_expert_parallel; switch it on or leave "
+                "the placement out"
+            )
+        _check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
+        if self.distributed_executor_backend == "inline" and self.num_ranks > 1:
+            raise ValueError(
+                f"distributed_executor_backend ('inline') runs one rank, not {self.num_ranks}; use 'mp' or 'threads'"
+            )
+        _check_choice("all2all_backend", self.all2all_backend, ALL2ALL_BACKENDS)
+
+    @property
+    def num_ranks(self) -> int:
+        """All of them: they share the experts (EP size)."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """`distributed_executor_backend`, or the default for this many ranks."""
+        return self.distributed_executor_backend or ("inline" if self.num_ranks == 1 else "mp")
 
     def with_changes(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)

@@ -140,8 +140,15 @@ class LLM:
     def expert_usage(self) -> Iterator[ExpertUsage]:
         """Counts tokens per [MoE layer, expert] while open. The prefix cache is emptied first: what it answers would
         pass no expert and not be counted."""
-        layers = self._parts.model.moe_layers
-        usage = ExpertUsage(len(layers), max(layer.num_experts for layer in layers))
+        if not self._parts.models:
+            raise ValueError(
+                f"expert_usage counts in this process, and distributed_executor_backend "
+                f"({self.config.executor_backend!r}) runs the model in others; use 'threads'"
+            )
+        # The ranks of a token group see the same tokens: one of them counts.
+        counted = self._parts.models[:: self.config.tensor_parallel_size]
+        layers = [layer for model in counted for layer in model.moe_layers]
+        usage = ExpertUsage(len(counted[0].moe_layers), max(layer.num_experts for layer in layers))
         self.engine.reset_prefix_cache()
         usage.attach(layers)
         try:
@@ -155,6 +162,7 @@ class LLM:
             "model": self._parts.spec.architecture,
             "max_model_len": self.max_model_len,
             "memory_bytes": dict(self._parts.memory_bytes),
+            "workers": [dict(facts) for facts in self._parts.rank_facts],
             **self.engine.stats(),
             "start_up_s": dict(self._parts.start_up_s),
         }

@@ -12,6 +12,7 @@ from trimtab.engine.engine import Engine, EngineDeadError
 from trimtab.engine.executor.inline import InlineExecutor
 from trimtab.engine.executor.multiprocess import MultiprocessExecutor
 from trimtab.engine.executor.threads import ThreadsExecutor
+from trimtab.engine.executor.worker import Worker
 from trimtab.plan import Executor, StepPlan
 from trimtab.sampling_params import SamplingParams
 from trimtab.testing.scheduling import make_kv_cache, run_to_end
@@ -28,10 +29,10 @@ def make_inline(num_ranks: int, faults: dict[int, dict[str, Any]]) -> Executor:
 
 def make_threads(num_ranks: int, faults: dict[int, dict[str, Any]], tensor_parallel_size: int = 1) -> Executor:
     return ThreadsExecutor(
-        lambda rank: build_runner(faults.get(rank, {})),
+        lambda rank: Worker(build_runner(faults.get(rank, {}))),
         num_ranks,
         tensor_parallel_size=tensor_parallel_size,
-        abort=lambda reason: None,
+        abort=lambda: None,
     )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.engine.executor.codec import decode_setup, encode_setup
-from trimtab.engine.executor.worker_loop import Worker, serve
+from trimtab.engine.executor.worker import Worker
+from trimtab.engine.executor.worker_loop import serve
 from trimtab.plan import StepPlan
 from trimtab.testing.scheduling import make_kv_cache
 from trimtab.testing.scripted_executor import ScriptedRunner

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
 from trimtab.distributed.errors import RankFailureError
 from trimtab.engine.executor.collector import StepCollector, WorkerFailedError
-from trimtab.plan import PendingStep, Runner, StepOutput, StepPlan
+from trimtab.engine.executor.worker import Worker
+from trimtab.plan import PendingStep, StepOutput, StepPlan
+
+_JOIN_S = 3.0
 
 Inbox = queue.SimpleQueue[StepPlan | None]  # None ends the thread
 
@@ -17,17 +21,19 @@ Inbox = queue.SimpleQueue[StepPlan | None]  # None ends the thread
 class ThreadsExecutor:
     """An `Executor` whose ranks are threads.
 
-    `build(rank)` runs in the rank's thread; ranks build at the same time and may wait for one another. `abort(reason)`
-    is called when a rank fails, and must make the others' waits for it raise `RankFailureError`.
+    `build(rank)` runs in the rank's thread; ranks build at the same time and may wait for one another. `abort` is
+    called when a rank fails, and makes the others' waits for it raise `RankFailureError`; `release` when all ranks have
+    ended.
     """
 
     def __init__(
         self,
-        build: Callable[[int], Runner],
+        build: Callable[[int], Worker],
         num_ranks: int,
         *,
         tensor_parallel_size: int = 1,
-        abort: Callable[[str], None],
+        abort: Callable[[], None],
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.tensor_parallel_size = tensor_parallel_size
         self.collector = StepCollector(num_ranks)
@@ -43,7 +49,7 @@ class ThreadsExecutor:
             )
             for rank, inbox in enumerate(self._inboxes)
         ]
-        self._end = weakref.finalize(self, _end, self._inboxes, threads, abort)
+        self._end = weakref.finalize(self, _end, self._inboxes, threads, abort, release)
         for thread in threads:
             thread.start()
         try:
@@ -83,26 +89,27 @@ def _run_rank(
     rank: int,
     inbox: Inbox,
     collector: StepCollector,
-    build: Callable[[int], Runner],
-    abort: Callable[[str], None],
+    build: Callable[[int], Worker],
+    abort: Callable[[], None],
     ready: queue.SimpleQueue[BaseException | None],
 ) -> None:
     """A rank's thread, until its inbox says so or it fails."""
     try:
-        runner = build(rank)
+        worker = build(rank)
     except BaseException as error:
-        abort(f"rank {rank} did not start: {error}")
+        abort()
         ready.put(ValueError(f"rank {rank}: {error}") if isinstance(error, ValueError) else _fault(rank, error))
         return
     ready.put(None)
-    while (plan := inbox.get()) is not None:
-        try:
-            runner.execute(plan)
-            collector.put(rank, runner.sample().get())
-        except BaseException as error:
-            collector.fail(_fault(rank, error))
-            abort(f"rank {rank} failed: {error!r}")
-            return
+    try:
+        while (plan := inbox.get()) is not None:
+            worker.runner.execute(plan)
+            collector.put(rank, worker.runner.sample().get())
+    except BaseException as error:
+        collector.fail(_fault(rank, error))
+        abort()
+    finally:
+        worker.close()
 
 
 def _fault(rank: int, error: BaseException) -> WorkerFailedError:
@@ -112,13 +119,23 @@ def _fault(rank: int, error: BaseException) -> WorkerFailedError:
     return fault
 
 
-def _end(inboxes: list[Inbox], threads: list[threading.Thread], abort: Callable[[str], None]) -> None:
+def _end(
+    inboxes: list[Inbox], threads: list[threading.Thread], abort: Callable[[], None], release: Callable[[], None]
+) -> None:
     """Ends the threads; a step in flight is given up where a rank waits in it for one that has ended."""
     for inbox in inboxes:
         inbox.put(None)
+    if not _join(threads):
+        abort()
+        if not _join(threads):
+            return  # one is held up by what `release` would take away; it dies with the process
+    release()
+
+
+def _join(threads: list[threading.Thread]) -> bool:
+    """Whether all have ended, after waiting for them for a while."""
+    deadline = time.monotonic() + _JOIN_S
     for thread in threads:
-        thread.join(timeout=2.0)
-    if any(thread.is_alive() for thread in threads):
-        abort("the engine is shut down")
-        for thread in threads:
-            thread.join()
+        if thread.ident is not None:
+            thread.join(max(deadline - time.monotonic(), 0))
+    return not any(thread.is_alive() for thread in threads)

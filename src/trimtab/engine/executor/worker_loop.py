@@ -10,7 +10,6 @@ import struct
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -28,7 +27,7 @@ from trimtab.engine.executor.codec import (
     decode_start,
     encode,
 )
-from trimtab.plan import Runner
+from trimtab.engine.executor.worker import Worker
 
 LENGTH = struct.Struct("<Q")
 _STDIN = 0
@@ -41,15 +40,6 @@ def commands_address(folder: str, rank: int) -> str:
 
 def reports_address(folder: str) -> str:
     return f"ipc://{folder}/reports"
-
-
-@dataclass(slots=True)
-class Worker:
-    """What `build` gives: the rank's runner, what it measured of itself, and how it lets go of what it holds."""
-
-    runner: Runner
-    facts: dict[str, int] = field(default_factory=dict)
-    close: Callable[[], None] = lambda: None
 
 
 # Rank, setup, and where to say how far loading is (stage, done, total).

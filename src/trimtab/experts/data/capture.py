@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,10 +34,13 @@ class ExpertUsage:
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.counts = torch.zeros(num_layers, num_experts, dtype=torch.int64)
+        self._lock = threading.Lock()
 
     def add(self, ordinal: int, expert_ids: Tensor) -> None:
         ids = expert_ids.reshape(-1)
-        self.counts[ordinal] += torch.bincount(ids[ids >= 0], minlength=self.counts.shape[1])
+        counts = torch.bincount(ids[ids >= 0], minlength=self.counts.shape[1])
+        with self._lock:  # ranks can be threads that share this object
+            self.counts[ordinal] += counts
 
     def reset(self) -> None:
         self.counts.zero_()

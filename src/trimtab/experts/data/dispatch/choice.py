@@ -45,6 +45,11 @@ class DispatchPlan:
     timeout_s: float = 60.0
     address: str = ""
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory that the ranks have in common."""
+        return self.sizes().segment_bytes() if self.backend == "shared_memory" else 0
+
     def sizes(self) -> ExchangeSizes:
         return ExchangeSizes(self.num_ranks, self.max_tokens, self.max_top_k, self.max_hidden_size)
 

@@ -1,0 +1,200 @@
+"""Builds the ranks of an engine: in this thread, in threads of this process, or in processes of their own."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from trimtab.config import EngineConfig, config_from_options
+from trimtab.engine.executor.codec import decode_setup, encode_setup
+from trimtab.engine.executor.inline import InlineExecutor
+from trimtab.engine.executor.multiprocess import MAX_STEP_S, MultiprocessExecutor
+from trimtab.engine.executor.threads import ThreadsExecutor
+from trimtab.engine.executor.worker import Worker
+from trimtab.experts.data.dispatch.choice import (
+    DispatchPlan,
+    choose_dispatcher,
+    create_resources,
+    open_dispatcher,
+)
+from trimtab.experts.placement import Placement, Topology
+from trimtab.kernels.features import default_num_threads, usable_cores
+from trimtab.models.language_model import LanguageModel
+from trimtab.models.loading import load_model
+from trimtab.models.spec import ModelSpec, read_spec
+from trimtab.observability.progress import Progress, no_progress
+from trimtab.plan import Executor, KVCacheConfig
+from trimtab.runner.model_runner import ModelRunner
+from trimtab.runner.reference_runner import ReferenceRunner
+
+logger = logging.getLogger(__name__)
+
+RUNNERS = {"v2": ModelRunner, "v1": ReferenceRunner}
+WORKER = "trimtab.worker"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """All that a rank is built from, and the same for every rank. `placement` None: one rank, slot e is expert e."""
+
+    config: EngineConfig
+    path: Path  # the checkpoint's
+    kv_cache: KVCacheConfig
+    max_model_len: int
+    placement: Placement | None
+    dispatch: DispatchPlan
+
+    @property
+    def num_threads(self) -> int:
+        return self.config.num_threads or default_num_threads(num_processes=self.config.num_ranks)
+
+    def encode(self) -> bytes:
+        placement = None
+        if self.placement is not None:
+            placement = {
+                "topology": asdict(self.placement.topology),
+                "slot_to_expert": self.placement.slot_to_expert,
+                "shares": self.placement.shares,
+            }
+        return encode_setup(
+            {
+                "options": {name: getattr(self.config, name) for name in self.config.__dataclass_fields__},
+                "path": str(self.path),
+                "kv_cache": self.kv_cache,
+                "max_model_len": self.max_model_len,
+                "placement": placement,
+                "dispatch": self.dispatch,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankSetup:
+        fields = decode_setup(data)
+        placement = None
+        if (found := fields["placement"]) is not None:
+            placement = Placement(Topology(**found["topology"]), found["slot_to_expert"], found["shares"])
+        return cls(
+            config_from_options(fields["options"]),
+            Path(fields["path"]),
+            msgspec.convert(fields["kv_cache"], KVCacheConfig),
+            fields["max_model_len"],
+            placement,
+            msgspec.convert(fields["dispatch"], DispatchPlan),
+        )
+
+
+@dataclass(slots=True)
+class Ranks:
+    """Ranks that are ready. `models` are those of this process, indexed by rank; none where ranks are processes."""
+
+    executor: Executor
+    facts: list[dict[str, int]]  # per rank: bytes_read, kv_cache_bytes, num_threads
+    models: list[LanguageModel] = field(default_factory=list)
+
+
+def plan_dispatch(config: EngineConfig, spec: ModelSpec) -> DispatchPlan:
+    """How tokens reach their experts; raises `ValueError` where `all2all_backend` cannot serve."""
+    return choose_dispatcher(
+        num_ranks=config.num_ranks,
+        num_sharing=config.tensor_parallel_size,
+        max_tokens=config.max_num_batched_tokens,
+        max_top_k=max((layer.top_k for layer in spec.moe_layers), default=0),
+        max_hidden_size=max((layer.shape.hidden_size for layer in spec.moe_layers), default=0),
+        backend=config.all2all_backend,
+        num_cores=usable_cores(),
+        timeout_s=MAX_STEP_S,
+    )
+
+
+def build_rank(setup: RankSetup, spec: ModelSpec, rank: int, progress: Progress) -> tuple[Worker, LanguageModel]:
+    """One rank's worker. Collective for some dispatchers: every rank, at the same time."""
+    torch.set_num_threads(setup.num_threads)
+    dispatcher = open_dispatcher(setup.dispatch, rank)
+    bytes_read = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal bytes_read
+        bytes_read = done
+        progress("load", done, total)
+
+    try:
+        model = load_model(
+            spec,
+            progress=report,
+            placement=setup.placement,
+            rank=rank,
+            token_group=rank // setup.config.tensor_parallel_size,
+            dispatcher=dispatcher,
+        )
+        runner = RUNNERS[setup.config.model_runner](
+            model, setup.kv_cache, max_num_seqs=setup.config.max_num_seqs, max_model_len=setup.max_model_len
+        )
+    except BaseException:
+        dispatcher.close()
+        raise
+    facts = {"bytes_read": bytes_read, "kv_cache_bytes": runner.kv_cache_bytes, "num_threads": setup.num_threads}
+    return Worker(runner, facts, dispatcher.close), model
+
+
+def build_in_process(rank: int, setup_data: bytes, progress: Progress) -> Worker:
+    """A rank that knows of the engine only what it was sent. Called on: a worker process."""
+    setup = RankSetup.decode(setup_data)
+    return build_rank(setup, read_spec(setup.path, setup.config.dtype), rank, progress)[0]
+
+
+def start_ranks(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
+    """Starts them all, by the executor that the configuration asks for. A rank that cannot start ends the others."""
+    backend = setup.config.executor_backend
+    if backend == "inline":
+        worker, model = build_rank(setup, spec, 0, progress)
+        return Ranks(InlineExecutor(worker.runner), [worker.facts], [model])
+    return (_start_threads if backend == "threads" else _start_processes)(setup, spec, progress)
+
+
+def _start_threads(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
+    num_ranks = setup.config.num_ranks
+    folder = tempfile.TemporaryDirectory(prefix="trimtab-")
+    resources = create_resources(setup.dispatch, folder.name)
+    setup = replace(setup, dispatch=resources.plan)
+    built: dict[int, tuple[Worker, LanguageModel]] = {}
+
+    def build(rank: int) -> Worker:
+        # One rank's share is as large as another's: the first one's progress speaks for all.
+        built[rank] = build_rank(setup, spec, rank, progress if rank == 0 else no_progress)
+        return built[rank][0]
+
+    def release() -> None:
+        resources.close()
+        folder.cleanup()
+
+    executor = ThreadsExecutor(
+        build,
+        num_ranks,
+        tensor_parallel_size=setup.config.tensor_parallel_size,
+        abort=resources.abort,
+        release=release,
+    )
+    workers, models = zip(*(built[rank] for rank in range(num_ranks)), strict=True)
+    return Ranks(executor, [worker.facts for worker in workers], list(models))
+
+
+def _start_processes(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
+        resources = create_resources(setup.dispatch, folder)
+        try:
+            data = replace(setup, dispatch=resources.plan).encode()
+            executor = MultiprocessExecutor(
+                WORKER,
+                [data] * setup.config.num_ranks,
+                tensor_parallel_size=setup.config.tensor_parallel_size,
+                environment={"OMP_NUM_THREADS": str(setup.num_threads)},
+                progress=progress,
+            )
+        finally:
+            resources.close()  # the ranks hold it now
+    return Ranks(executor, executor.facts())
