@@ -22,6 +22,7 @@ from trimtab.kernels.linear import pack_linear
 from trimtab.models import attention_plug, experts_plug
 from trimtab.models.checkpoint import Checkpoint
 from trimtab.models.errors import CheckpointError, UnsupportedModelError
+from trimtab.models.functional_weights import router_weights, wrap_router_weights
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.network import build_network, parameter_dtypes
 from trimtab.models.norms import replace_norms
@@ -75,6 +76,7 @@ def load_model(
         moe_layers.append(moe_layer)
     loader.check_complete()
     replace_norms(network)
+    wrap_router_weights(network, router_weights(network))
     return LanguageModel(spec, network, moe_layers)
 
 
