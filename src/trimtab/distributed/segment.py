@@ -6,6 +6,8 @@ import fcntl
 import mmap
 import os
 
+from trimtab.kernels.features import memory
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -25,8 +27,11 @@ class SharedSegment:
 
     @classmethod
     def create(cls, num_bytes: int, available_bytes: int | None = None) -> SharedSegment:
-        """Raises ValueError, naming both numbers, where `available_bytes` or the machine does not hold `num_bytes`."""
-        if available_bytes is not None and num_bytes > available_bytes:
+        """Raises ValueError, naming both numbers, where fewer than `num_bytes` are free (None: as the cgroup says)."""
+        # Asked first: the system would give anonymous files whatever they want, until it must kill someone.
+        if available_bytes is None:
+            available_bytes = memory().available_bytes
+        if num_bytes > available_bytes:
             raise ValueError(_too_large(num_bytes, f"{available_bytes} bytes are available"))
         descriptor = os.memfd_create("trimtab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
