@@ -75,7 +75,7 @@ def load_model(
         experts_plug.bind_moe_layer(stacks[layer.module_name], moe_layer)
         moe_layers.append(moe_layer)
     loader.check_complete()
-    replace_norms(network)
+    replace_norms(network, spec.dtype)
     wrap_router_weights(network, router_weights(network))
     return LanguageModel(spec, network, moe_layers)
 

@@ -40,11 +40,12 @@ class NativeRMSNorm(nn.Module):
         return out
 
 
-def replace_norms(network: nn.Module) -> int:
+def replace_norms(network: nn.Module, dtype: torch.dtype) -> int:
     """Replaces the norms that the native one computes alike, and returns their number.
 
     Families write their norms in many ways (1 + weight, weight before rounding, no weight). Names and attributes only
-    suggest; what decides is that both give the same on random rows, with the weights as loaded.
+    suggest; what decides is that both give the same on random rows, with the weights as loaded. Norms kept in another
+    type than the activations' `dtype` stay as they are.
     """
     core = native_kernels().core
     if core is None:
@@ -52,7 +53,7 @@ def replace_norms(network: nn.Module) -> int:
     replaced = 0
     for name, module in list(network.named_modules()):
         native = _native_twin(core, module)
-        if native is not None and _alike(module, native):
+        if native is not None and native.weight.dtype == dtype and _alike(module, native):
             parent, _, child = name.rpartition(".")
             setattr(network.get_submodule(parent), child, native)
             replaced += 1

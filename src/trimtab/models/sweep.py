@@ -91,8 +91,11 @@ def _try_in_process(model_type: str, timeout_s: float) -> SweepRow:
 
 def _send_row(model_type: str, sender: Connection) -> None:
     import torch
+    from transformers.utils import logging
 
     torch.set_num_threads(1)
+    logging.disable_progress_bar()  # ours counts architectures; this process ends with its one row
+    logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as directory:
         sender.send(try_architecture(model_type, Path(directory)))
 
