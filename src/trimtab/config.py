@@ -25,8 +25,8 @@ def parse_bytes(name: str, value: int | float | str) -> int:
         if match is None:
             raise ValueError(f"{name} ({value!r}) must be a number of bytes; write it as 536870912, 512MiB or 2GB")
         value = float(match[1]) * _UNITS[match[2] or ""]
-    if isinstance(value, bool) or not value > 0:
-        raise ValueError(f"{name} ({value!r}) must be above 0 bytes; try 1GiB")
+    if isinstance(value, bool) or not 0 < value <= 2**62:
+        raise ValueError(f"{name} ({value!r}) must be above 0 bytes and at most 2**62; try 1GiB")
     return int(value)
 
 

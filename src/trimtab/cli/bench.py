@@ -206,7 +206,12 @@ def offline(
             raise ValueError(f"{name} ({value}) must be at least {low}; leave it out for the default")
     room = {"max_num_seqs": max(sizes), "max_num_batched_tokens": max(2048, *sizes)}
     options = EngineOptions(**{"enable_prefix_caching": False, **room, **given(engine)})
-    engine_config(model, options)
+    config = engine_config(model, options)
+    if config.max_num_seqs < max(sizes):
+        raise ValueError(
+            f"max_num_seqs ({config.max_num_seqs}) must be at least {max(sizes)}, the largest of batch_sizes; "
+            "raise it or leave it out"
+        )
     llm = open_llm(model, options)
     report: dict[str, Any] = {"model": model, "start_up_s": first_token(llm.engine), "results": []}
     with progress_bar("bench") as progress:

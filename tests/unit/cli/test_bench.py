@@ -6,6 +6,7 @@ import pytest
 
 import trimtab.cli.bench as bench
 from trimtab.cli.bench import measure, offline, percentile, random_prompts, timed_run
+from trimtab.cli.options import EngineOptions
 from trimtab.outputs import CompletionOutput, RequestOutput
 
 
@@ -107,6 +108,10 @@ def test_prompts_are_the_same_for_the_same_seed_and_inside_the_vocabulary():
         ({"output_len": 1}, r"output_len \(1\) must be at least 2"),
         ({"input_len": 0}, "input_len"),
         ({"repetitions": 0}, "repetitions"),
+        (
+            {"batch_sizes": "1,8", "engine": EngineOptions(max_num_seqs=4)},
+            r"max_num_seqs \(4\) must be at least 8, the largest of batch_sizes; raise it",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_before_the_model_is_opened(options, message):
