@@ -116,6 +116,16 @@ def test_tied_and_untied_heads(tmp_path: Path, flag: object, head: str, caplog: 
     )
 
 
+def test_a_tied_model_stored_under_its_heads_name_is_whole(tmp_path: Path) -> None:
+    """B91: of two tied tensors a file may hold either one."""
+    path = make_tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    expected = logits_of(path)
+    state = load_file(path / SINGLE_FILE)
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_shards(path, state)
+    assert_equal(logits_of(path), expected)
+
+
 def test_extra_prediction_layers_are_skipped_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """B90: layer n of a file whose network has layers 0 .. n-1, whatever the prefix and whatever it shares."""
     path = make_tiny_checkpoint(tmp_path, "deepseek_v3")

@@ -192,6 +192,18 @@ def test_equal_logits_at_the_cut_are_kept_by_the_lower_id() -> None:
     assert ids[0].tolist() == list(range(100, 170)) and (values == 2.0).all()
 
 
+@pytest.mark.parametrize(
+    ("asked", "kept"), [({"top_p": 0.5}, {0, 1}), ({"min_p": 1.0}, {0, 1, 2, 3}), ({"top_k": 1}, {0})]
+)
+def test_a_limit_that_is_met_exactly_is_met(asked: dict[str, Any], kept: set[int]) -> None:
+    """Four tokens of a quarter each: two of them are half of the mass, each is as likely as the likeliest."""
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -math.inf]])
+    rows = Rows(5)
+    for row in range(60):
+        rows.open(row, seed=row, **asked)
+    assert set(rows.sample(logits.expand(60, -1)).token_ids.values()) == kept
+
+
 # --- rows are independent
 
 MIXED = [
