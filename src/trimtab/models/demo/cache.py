@@ -15,12 +15,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from trimtab.models.demo import source
 from trimtab.models.demo.domains import calibration_texts
-from trimtab.models.demo.progress import BuildProgress, progress_bar
+from trimtab.observability.progress import Progress, progress_bar
 
 RECIPE_VERSION = 1  # raise it when the same parameters give other bytes
 
@@ -38,7 +38,7 @@ _BUILDING = ".building-"
 def ensure_demo(
     num_experts: int = 8,
     noise: float = DEFAULT_NOISE,
-    progress: BuildProgress | None = None,
+    progress: Progress | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     dtype: str = "bfloat16",
 ) -> Path:
@@ -56,7 +56,8 @@ def ensure_demo(
     if is_complete(entry):
         return entry
     cache.mkdir(parents=True, exist_ok=True)
-    with progress_bar(progress) as report, _only_builder(cache, report):
+    bar = progress_bar("demo model") if progress is None else nullcontext(progress)
+    with bar as report, _only_builder(cache, report):
         if not is_complete(entry):  # another process may have built it meanwhile
             _sweep(cache, entry)
             _build(entry, num_experts, noise, dtype, report)
@@ -95,7 +96,7 @@ def _entry_name(num_experts: int, noise: float, dtype: str) -> str:
 
 
 @contextmanager
-def _only_builder(cache: Path, report: BuildProgress) -> Iterator[None]:
+def _only_builder(cache: Path, report: Progress) -> Iterator[None]:
     """Hold the cache folder's lock; the kernel frees it when a builder dies."""
     descriptor = os.open(cache, os.O_RDONLY)
     try:
@@ -116,7 +117,7 @@ def _sweep(cache: Path, entry: Path) -> None:
             shutil.rmtree(left_over)
 
 
-def _build(entry: Path, num_experts: int, noise: float, dtype: str, report: BuildProgress) -> None:
+def _build(entry: Path, num_experts: int, noise: float, dtype: str, report: Progress) -> None:
     # Here, not above: torch and transformers take seconds to import, and a cached demo needs neither.
     import torch
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from trimtab.models.demo.dense import DenseModel, DenseShape
 from trimtab.models.demo.domains import calibration_texts
-from trimtab.models.demo.progress import BuildProgress
 from trimtab.models.demo.routers import make_routers
 from trimtab.models.demo.source import SOURCE_FILE, SOURCE_REQUIREMENT
+from trimtab.observability.progress import Progress
 
 TOP_K = 2
 SHARD_BYTES = 400 << 20  # one shard is in memory at a time
@@ -25,7 +25,7 @@ _EXPERT_TENSORS = {"w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_p
 
 
 def write_upcycled(
-    dense: DenseModel, folder: Path, *, num_experts: int, noise: float, dtype: torch.dtype, progress: BuildProgress
+    dense: DenseModel, folder: Path, *, num_experts: int, noise: float, dtype: torch.dtype, progress: Progress
 ) -> None:
     """Fill `folder` with the checkpoint; the same arguments give the same bytes on the same kind of CPU.
 
@@ -58,7 +58,7 @@ def _write_shards(
     *,
     noise: float,
     dtype: torch.dtype,
-    progress: BuildProgress,
+    progress: Progress,
 ) -> None:
     num_layers = dense.shape.num_layers
     num_experts = len(routers[0])
