@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -149,9 +149,6 @@ class EngineConfig:
     def executor_backend(self) -> str:
         """`distributed_executor_backend`, or the default for this many ranks."""
         return self.distributed_executor_backend or ("inline" if self.num_ranks == 1 else "mp")
-
-    def with_changes(self, **changes: Any) -> EngineConfig:
-        return replace(self, **changes)
 
 
 def engine_options() -> dict[str, tuple[Any, str]]:

@@ -24,7 +24,6 @@ class RequestTable:
     """
 
     def __init__(self, num_rows: int, max_model_len: int, kv_cache: KVCacheConfig, device: torch.device) -> None:
-        self.num_rows = num_rows
         self.max_model_len = max_model_len
         blocks_per_row = -(-max_model_len // kv_cache.block_size)
         self.token_ids = torch.empty(num_rows, max_model_len + 1, dtype=torch.int32, device=device)

@@ -60,7 +60,6 @@ class LogprobsRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    num_rows: int
     unfiltered: SampledRows | None
     filtered: FilteredRows | None
     processors: list[tuple[LogitsProcessor, list[SelectedRow]]]
@@ -113,7 +112,6 @@ class SamplingTable:
         row_list, position_list = rows.tolist(), positions.tolist()
         selections = [(processor, processor.gather(row_list, position_list)) for processor in self._processors]
         return SamplingBatch(
-            num_rows=len(rows),
             unfiltered=self._sampled_rows(np.flatnonzero(sampled & ~filtered), rows, positions),
             filtered=self._filtered_rows(np.flatnonzero(filtered), rows, positions),
             processors=[(processor, selected) for processor, selected in selections if selected],

@@ -35,10 +35,6 @@ class StepInputs:
     sampled_positions: np.ndarray  # int64 [S], where the new token goes in its row
     prompt: PromptPositions | None
 
-    @property
-    def num_tokens(self) -> int:
-        return self.token_ids.shape[0]
-
 
 def gather_inputs(plan: StepPlan, table: RequestTable, kv_cache: KVCacheConfig) -> StepInputs:
     device = table.token_ids.device
