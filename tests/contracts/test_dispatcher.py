@@ -16,7 +16,7 @@ from trimtab.experts.data.dispatch.base import Dispatcher, RankPlace
 from trimtab.experts.data.dispatch.choice import choose_dispatcher, create_resources, open_dispatcher
 from trimtab.experts.data.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
 from trimtab.experts.data.dispatch.local import LocalDispatcher
-from trimtab.experts.data.kernels.base import ExpertKernel, InPlaceExperts
+from trimtab.experts.data.kernels.base import ExpertKernel, in_place_experts
 from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.data.moe_layer import MoELayer
@@ -104,12 +104,13 @@ class Counted:
         self.num_slots = kernel.num_slots
         self.combine = kernel.combine
         self.slots: list[int] = []
-        self.in_place_dtypes = kernel.in_place_dtypes if isinstance(kernel, InPlaceExperts) else frozenset()
+        self.in_place_dtypes = getattr(kernel, "in_place_dtypes", frozenset())
 
     def experts_in_place(self, dtype: torch.dtype, rows: Tensor, slot_ids: Tensor, outputs: Tensor) -> None:
-        assert isinstance(self.kernel, InPlaceExperts)
         self.slots += slot_ids.tolist()
-        self.kernel.experts_in_place(dtype, rows, slot_ids, outputs)
+        in_place = in_place_experts(self.kernel, dtype)
+        assert in_place is not None
+        in_place.experts_in_place(dtype, rows, slot_ids, outputs)
 
     def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
         self.slots += slot_ids.tolist()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimtab.experts.data.kernels.base import ExpertKernel, InPlaceExperts
+from trimtab.experts.data.kernels.base import ExpertKernel, in_place_experts
 from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.data.kernels.reference import ReferenceExpertKernel
@@ -393,14 +393,14 @@ def test_rows_and_outputs_may_lie_anywhere_for_kernels_that_take_addresses(name:
     generator = torch.Generator().manual_seed(SEED)
     shape = make_shape(131, 32, has_bias=True)
     kernel, _ = loaded(name, dtype, shape, 6, generator)
-    if not isinstance(kernel, InPlaceExperts) or dtype not in kernel.in_place_dtypes:
+    if (in_place := in_place_experts(kernel, dtype)) is None:
         pytest.skip("this kernel takes rows one after the other")
     hidden = torch.randn(300, 131, generator=generator).to(dtype)
     source = torch.randint(300, (1000,), generator=generator)
     slot_ids = torch.randint(6, (1000,), generator=generator)
     target = torch.randperm(2000, generator=generator)[:1000]
     outputs = torch.full((2000, 131), 7.0)
-    kernel.experts_in_place(
+    in_place.experts_in_place(
         dtype, hidden.data_ptr() + source * hidden.stride(0) * hidden.itemsize, slot_ids,
         outputs.data_ptr() + target * 131 * 4,
     )  # fmt: skip

@@ -23,7 +23,7 @@ int64_t trimtab_exchange_bytes(int64_t, int64_t, int64_t, int64_t);
 void trimtab_exchange_format(void*, int64_t, int64_t, int64_t, int64_t);
 void trimtab_exchange_abort(void*, int64_t);
 float* trimtab_exchange_inbox(void*, int64_t);
-int trimtab_exchange_send(TrimtabExchange*, const void*, int64_t, int64_t, const int64_t*, int64_t, int64_t);
+int trimtab_exchange_send(TrimtabExchange*, const void*, int64_t, int64_t, const int64_t*, int64_t, int64_t, int64_t);
 void trimtab_exchange_answer(TrimtabExchange*);
 int trimtab_exchange_wait(const TrimtabExchange*, int, int64_t, int64_t*);
 int64_t trimtab_exchange_arrivals(const TrimtabExchange*, int64_t, int64_t, int64_t, int64_t, int64_t*, int64_t*,
@@ -53,6 +53,7 @@ int wait(const TrimtabExchange& exchange, int phase) {
 float expert(float x, int64_t slot) { return x * 1000.0f + static_cast<float>(slot); }
 
 void run_rank(void* segment, int64_t rank, int64_t num_ranks, int64_t layers) {
+  const int64_t num_slots = num_ranks * kSlotsPerRank;
   std::mt19937 random(static_cast<unsigned>(rank));
   TrimtabExchange exchange{segment, rank, 0, 50, 1};
   std::vector<float> rows(kTokens * kHidden);
@@ -63,8 +64,9 @@ void run_rank(void* segment, int64_t rank, int64_t num_ranks, int64_t layers) {
   for (int64_t layer = 0; layer < layers; ++layer) {
     const int64_t tokens = static_cast<int64_t>(random() % (kTokens + 1));
     for (float& value : rows) value = static_cast<float>(random() % 1000);
-    for (int64_t& slot : slots) slot = static_cast<int64_t>(random() % (num_ranks * kSlotsPerRank + 1)) - 1;
-    if (trimtab_exchange_send(&exchange, rows.data(), kHidden * 4, 0, slots.data(), tokens, kTopK)) fail("send");
+    for (int64_t& slot : slots) slot = static_cast<int64_t>(random() % (num_slots + 1)) - 1;
+    if (trimtab_exchange_send(&exchange, rows.data(), kHidden * 4, 0, slots.data(), num_slots, tokens, kTopK))
+      fail("send");
     if (wait(exchange, 0)) fail("wait for tokens");
     int64_t scalar = 0;
     const int64_t first = rank * kSlotsPerRank;
@@ -88,7 +90,7 @@ void run_rank(void* segment, int64_t rank, int64_t num_ranks, int64_t layers) {
     while (finished < num_ranks) std::this_thread::yield();
     trimtab_exchange_abort(segment, rank + 1);
   } else {
-    trimtab_exchange_send(&exchange, rows.data(), kHidden * 4, 0, slots.data(), 1, kTopK);
+    trimtab_exchange_send(&exchange, rows.data(), kHidden * 4, 0, slots.data(), num_slots, 1, kTopK);
     if (wait(exchange, 0) != kAborted) fail("not woken");
   }
 }

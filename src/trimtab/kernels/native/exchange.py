@@ -38,6 +38,7 @@ class _Status(IntEnum):
     ABORTED = 2
     TOO_MANY = 3
     NOT_A_SEGMENT = 4
+    SLOT_OUT_OF_RANGE = 5
 
 
 class _ExchangeStruct(ctypes.Structure):
@@ -66,7 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "trimtab_exchange_abort": (None, [_POINTER, _LONG]),
     "trimtab_exchange_aborted_by": (_LONG, [_POINTER]),
     "trimtab_exchange_inbox": (_POINTER, [_POINTER, _LONG]),
-    "trimtab_exchange_send": (_INT, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG]),
+    "trimtab_exchange_send": (_INT, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG]),
     "trimtab_exchange_answer": (None, [_POINTER]),
     "trimtab_exchange_wait": (_INT, [_POINTER, _INT, _LONG, _POINTER]),
     "trimtab_exchange_arrivals": (_LONG, [_POINTER] + [_LONG] * 4 + [_POINTER] * 4),
@@ -194,7 +195,9 @@ class NativeExchange:
         self._missing = ctypes.c_int64()
         self._scalar = ctypes.c_int64()
         most_pairs = sizes.num_ranks * sizes.max_tokens * sizes.max_top_k
-        self._pairs = torch.empty(3, most_pairs, dtype=torch.int64)  # pages are touched only where pairs are
+        # Pages are touched only where pairs are.
+        self._slot_ids, self._rows, self._outputs = (torch.empty(most_pairs, dtype=torch.int64) for _ in range(3))
+        self._addresses = [tensor.data_ptr() for tensor in (self._slot_ids, self._rows, self._outputs)]
         floats = sizes.max_tokens * sizes.max_top_k * sizes.max_hidden_size
         self._inboxes = [self._inbox_tensor(rank, floats) for rank in range(sizes.num_ranks)]
 
@@ -202,8 +205,12 @@ class NativeExchange:
         start = self._functions.exchange_inbox(_address(self.memory), rank) - _address(self.memory)
         return torch.frombuffer(self.memory, dtype=torch.float32, count=floats, offset=start)
 
-    def send(self, rows: Tensor, slot_ids: Tensor) -> None:
-        """rows [T, H], slot_ids [T, K] int64; -1 goes nowhere."""
+    def send(self, rows: Tensor, slot_ids: Tensor, num_slots: int) -> None:
+        """rows [T, H], slot_ids [T, K] int64 of the `num_slots` of all ranks; -1 goes nowhere.
+
+        Raises RuntimeError for an id that no rank owns: nobody would ever answer it.
+        """
+        assert slot_ids.dtype == torch.int64 and len(rows) == len(slot_ids)
         rows, slot_ids = rows.contiguous(), slot_ids.contiguous()
         num_tokens, top_k = slot_ids.shape
         row_bytes = rows.shape[1] * rows.itemsize
@@ -213,9 +220,12 @@ class NativeExchange:
             row_bytes,
             _ROW_DTYPES.index(rows.dtype),
             slot_ids.data_ptr(),
+            num_slots,
             num_tokens,
             top_k,
         )
+        if status == _Status.SLOT_OUT_OF_RANGE:
+            raise RuntimeError(f"a slot id is below -1 or not below num_slots ({num_slots})")
         assert status == _Status.OK, (
             f"{num_tokens} tokens, top-{top_k}, {row_bytes} bytes per row do not fit {self.sizes}"
         )
@@ -232,15 +242,14 @@ class NativeExchange:
 
     def arrivals(self, slots: range, top_k: int, hidden_size: int) -> Arrivals:
         """The pairs that chose `slots`. All ranks send rows of `hidden_size` and `top_k` slot ids each."""
-        slot_ids, row_addresses, output_addresses = self._pairs
         count = self._functions.exchange_arrivals(
             self._self, slots.start, len(slots), top_k, hidden_size, ctypes.addressof(self._scalar),
-            slot_ids.data_ptr(), row_addresses.data_ptr(), output_addresses.data_ptr(),
+            *self._addresses,
         )  # fmt: skip
         if count < 0:
             raise RuntimeError("ranks sent hidden states of different dtypes")
         dtype = _ROW_DTYPES[self._scalar.value]
-        return Arrivals(dtype, slot_ids[:count], row_addresses[:count], output_addresses[:count])
+        return Arrivals(dtype, self._slot_ids[:count], self._rows[:count], self._outputs[:count])
 
     def gather(self, arrivals: Arrivals, hidden_size: int) -> Tensor:
         """[N, H]: the rows of the arrivals, one after the other."""

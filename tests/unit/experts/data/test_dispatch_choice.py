@@ -86,7 +86,7 @@ def test_more_tokens_than_a_step_may_have_are_an_internal_error(tmp_path: Path) 
     assert resources.segment is not None
     exchange = NativeExchange(resources.segment.memory, resources.plan.sizes(), 0, is_crowded=False)
     with pytest.raises(AssertionError, match="5 tokens, top-4, 384 bytes per row do not fit"):
-        exchange.send(torch.zeros(5, 96), torch.zeros(5, 4, dtype=torch.int64))
+        exchange.send(torch.zeros(5, 96), torch.zeros(5, 4, dtype=torch.int64), 8)
 
 
 @has_exchange

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.errors import RankFailureError
-from trimtab.experts.data.dispatch.base import (
-    CollectiveLog,
-    DispatchTimes,
-    NoCollectiveLog,
-    RankPlace,
-    check_slot_ids,
-)
-from trimtab.experts.data.kernels.base import ExpertKernel, InPlaceExperts
+from trimtab.experts.data.dispatch.base import CollectiveLog, DispatchTimes, NoCollectiveLog, RankPlace
+from trimtab.experts.data.kernels.base import ExpertKernel, in_place_experts
 from trimtab.kernels.native.exchange import ExchangeAbortedError, NativeExchange, Phase
 
 
@@ -49,17 +43,16 @@ class SharedMemoryDispatcher:
         num_tokens, top_k = slot_ids.shape
         hidden_size = hidden.shape[1]
         first_slot = place.rank * kernel.num_slots
-        check_slot_ids(slot_ids, kernel.num_slots * place.num_ranks)
         self.log.record("shared_memory", (top_k, hidden_size))
 
         started = time.perf_counter()
         own = place.share(num_tokens, place.rank)
-        exchange.send(hidden[own], slot_ids[own])
+        exchange.send(hidden[own], slot_ids[own], kernel.num_slots * place.num_ranks)
         waited = self._wait(Phase.SENT)
         arrivals = exchange.arrivals(range(first_slot, first_slot + kernel.num_slots), top_k, hidden_size)
         dispatched = time.perf_counter()
-        if isinstance(kernel, InPlaceExperts) and arrivals.dtype in kernel.in_place_dtypes:
-            kernel.experts_in_place(
+        if (in_place := in_place_experts(kernel, arrivals.dtype)) is not None:
+            in_place.experts_in_place(
                 arrivals.dtype, arrivals.row_addresses, arrivals.slot_ids, arrivals.output_addresses
             )
         else:

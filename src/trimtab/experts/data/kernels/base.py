@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ class ExpertKernel(Protocol):
         ...
 
 
-@runtime_checkable
 class InPlaceExperts(Protocol):
     """A kernel that reads rows and writes outputs where they lie, so that ranks need not copy what they share."""
 
@@ -64,3 +63,9 @@ class InPlaceExperts(Protocol):
     ) -> None:
         """As `ExpertKernel.experts`, of rows in `dtype`; addresses [N] int64, each of H values (outputs: fp32)."""
         ...
+
+
+def in_place_experts(kernel: ExpertKernel, dtype: torch.dtype) -> InPlaceExperts | None:
+    """The kernel as one that reads rows of `dtype` where they lie, or None where it does not."""
+    # Not isinstance with a runtime protocol: that takes longer than a whole exchange.
+    return cast(InPlaceExperts, kernel) if dtype in getattr(kernel, "in_place_dtypes", ()) else None

@@ -31,7 +31,7 @@ constexpr int64_t kLine = 128;
 using Sequence = std::atomic<uint64_t>;
 static_assert(Sequence::is_always_lock_free, "flags are shared between processes");
 
-enum Status : int { kOk = 0, kPending = 1, kAborted = 2, kTooMany = 3, kNotASegment = 4 };
+enum Status : int { kOk = 0, kPending = 1, kAborted = 2, kTooMany = 3, kNotASegment = 4, kSlotOutOfRange = 5 };
 enum Phase : int { kSent = 0, kAnswered = 1 };
 
 struct Header {
@@ -144,14 +144,19 @@ TRIMTAB_API int64_t trimtab_exchange_aborted_by(const void* memory) {
 
 TRIMTAB_API float* trimtab_exchange_inbox(void* memory, int64_t rank) { return Segment(memory).inbox(rank); }
 
-// Starts a layer: `num_tokens` rows of `row_bytes` and their slot ids [num_tokens, top_k] go into the outbox.
+// Starts a layer: `num_tokens` rows of `row_bytes` and their slot ids [num_tokens, top_k] go into the outbox. An id that
+// is neither -1 nor below `num_slots` would never be answered: nothing is published then.
 TRIMTAB_API int trimtab_exchange_send(TrimtabExchange* exchange, const void* rows, int64_t row_bytes, int64_t scalar,
-                                      const int64_t* slot_ids, int64_t num_tokens, int64_t top_k) {
+                                      const int64_t* slot_ids, int64_t num_slots, int64_t num_tokens, int64_t top_k) {
   const Segment segment(exchange->segment);
   if (num_tokens > segment.max_tokens || top_k > segment.max_top_k || row_bytes > segment.max_hidden_size * 4)
     return kTooMany;
+  int64_t* target = segment.slot_ids(exchange->rank);
+  for (int64_t pair = 0; pair < num_tokens * top_k; ++pair) {
+    if (slot_ids[pair] < -1 || slot_ids[pair] >= num_slots) return kSlotOutOfRange;
+    target[pair] = slot_ids[pair];
+  }
   std::memcpy(segment.rows(exchange->rank), rows, num_tokens * row_bytes);
-  std::memcpy(segment.slot_ids(exchange->rank), slot_ids, num_tokens * top_k * 8);
   Flags& flags = segment.flags(exchange->rank);
   flags.num_tokens = num_tokens;
   flags.row_bytes = row_bytes;
