@@ -16,6 +16,7 @@ from trimtab.engine.engine import Engine
 from trimtab.engine.kv_cache import longest_request, peak_blocks
 from trimtab.engine.stop import eos_token_ids
 from trimtab.experts.placement import Placement, Topology
+from trimtab.experts.placement_file import read_placement
 from trimtab.kernels.features import memory
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.resolve import resolve_model
@@ -57,7 +58,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     report = progress or (lambda stage, done, total: None)
     path = resolve_model(config.model, progress)
 
-    spec = read_spec(path, config.dtype)
+    spec = read_spec(path, config.dtype, config.quantization)
     placement = plan_placement(config, spec)
     dispatch = plan_dispatch(config, spec)
     tokenizer = load_tokenizer(path)
@@ -107,7 +108,7 @@ def plan_placement(config: EngineConfig, spec: ModelSpec) -> Placement | None:
         )
     topology = Topology(counts[0], config.num_redundant_experts, config.num_ranks)
     if config.initial_placement is not None:
-        raise ValueError(f"initial_placement ({config.initial_placement!r}) cannot be read yet; leave it out")
+        return read_placement(config.initial_placement, topology, len(spec.moe_layers))
     return Placement.identity(topology, len(spec.moe_layers))
 
 
@@ -115,7 +116,7 @@ def rank_weight_bytes(spec: ModelSpec, placement: Placement | None) -> int:
     """Weights of one rank: everything dense, and the experts of its slots."""
     if placement is None:
         return spec.num_bytes
-    per_slot = sum(layer.shape.num_parameters for layer in spec.moe_layers) * spec.dtype.itemsize
+    per_slot = spec.num_expert_bytes // placement.topology.num_experts
     return spec.num_bytes - spec.num_expert_bytes + placement.topology.slots_per_rank * per_slot
 
 

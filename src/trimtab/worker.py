@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 
+from trimtab.engine.executor.worker import Worker
 from trimtab.engine.executor.worker_loop import serve
-from trimtab.ranks import build_in_process
+from trimtab.observability.progress import Progress
+
+
+def build(rank: int, setup: bytes, progress: Progress) -> Worker:
+    # Imported when heart and lifeline are at work: torch takes seconds, and the controller may end meanwhile.
+    from trimtab.ranks import build_in_process
+
+    return build_in_process(rank, setup, progress)
 
 
 def main() -> int:
-    return serve(build_in_process)
+    return serve(build)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from trimtab.engine.config import SchedulerConfig
 from trimtab.engine.engine import Engine, EngineDeadError
@@ -145,7 +146,7 @@ os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("end", ["exit", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_workers_end_with_their_controller_however_it_ends(end: str) -> None:
     run = subprocess.run([sys.executable, "-c", CONTROLLER, end], stdout=subprocess.PIPE, text=True, timeout=60)
     assert run.returncode == (0 if end == "exit" else -getattr(signal, end))
@@ -172,3 +173,24 @@ def test_nothing_listens_beyond_sockets_in_a_private_folder(engine: Engine) -> N
     assert Path(workers.folder).stat().st_mode & 0o777 == 0o700
     with socket.socket(socket.AF_UNIX) as probe:  # the folder is what keeps others out
         probe.connect(f"{workers.folder}/reports")
+
+
+def test_plan_for_a_worker_that_just_died_does_not_block(engine: Engine) -> None:
+    """Its socket takes no more messages; the fault ends the wait."""
+    workers = workers_of(engine)
+    os.kill(workers.processes[0].pid, signal.SIGKILL)
+    workers.processes[0].wait()
+    with pytest.raises(RuntimeError, match=r"rank 0: .*SIGKILL"):
+        for _ in range(10**6):
+            workers.send(0, b"")
+
+
+def test_message_that_is_no_report_ends_the_engine_with_a_reason(engine: Engine) -> None:
+    workers = workers_of(engine)
+    intruder = zmq.Context.instance().socket(zmq.PUSH)
+    intruder.connect(f"ipc://{workers.folder}/reports")
+    intruder.send(b"\x81\xa4type\xa5Other")
+    assert wait_until(lambda: workers.collector.has_failed, DEADLINE_S)
+    with pytest.raises(EngineDeadError, match="ValidationError"):
+        engine.check_health()
+    intruder.close(linger=0)

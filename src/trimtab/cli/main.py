@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import trimtab
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
 
 EXIT_SOME_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_WORKER_FAILED = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
 class Command(NamedTuple):
@@ -133,6 +137,7 @@ def run(argv: Sequence[str]) -> int:
     from cyclopts import CycloptsError
 
     from trimtab.cli.argv import normalise_argv
+    from trimtab.engine.executor.collector import WorkerFailedError
 
     try:
         result = make_app(argv[0])(normalise_argv(argv))
@@ -141,6 +146,9 @@ def run(argv: Sequence[str]) -> int:
         return EXIT_USER_ERROR
     except BrokenPipeError:
         raise  # main() ends quietly
+    except WorkerFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WORKER_FAILED
     except (ValueError, OSError) as error:  # OSError: a folder that cannot be read, a disk that is full
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -154,9 +162,16 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
+def _on_terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM as an orderly end: worker processes and folders are cleared away by what runs at exit."""
+    sys.exit(EXIT_TERMINATED)
+
+
 def main() -> NoReturn:
-    """Entry point. Exit codes: 0 done, 1 some prompts failed, 2 a mistake in what was asked, 130 interrupted."""
+    """Entry point. Exit codes: 0 done, 1 some prompts failed, 2 a mistake in what was asked, 3 a worker did not start,
+    130 interrupted, 143 terminated."""
     _open_what_is_closed()
+    signal.signal(signal.SIGTERM, _on_terminate)
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

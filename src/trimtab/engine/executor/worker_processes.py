@@ -31,6 +31,7 @@ from trimtab.engine.executor.codec import (
 )
 from trimtab.engine.executor.collector import StepCollector, WorkerFailedError
 from trimtab.engine.executor.worker_loop import LENGTH, commands_address, reports_address
+from trimtab.observability.interrupts import hold_interrupts
 
 HEARTBEAT_S = 0.5
 _POLL_MS = 200
@@ -73,8 +74,9 @@ class WorkerProcesses:
         self._reports = self._bind(zmq.PULL, reports_address(self.folder))
         self._watch_thread = threading.Thread(target=self._watch, name="trimtab-workers", daemon=True)
         try:
-            for rank, setup in enumerate(setups):
-                self._start(entry, WorkerStart(rank, self.folder, HEARTBEAT_S, setup), environment)
+            with hold_interrupts():  # a process must not start without being noted
+                for rank, setup in enumerate(setups):
+                    self._start(entry, WorkerStart(rank, self.folder, HEARTBEAT_S, setup), environment)
             self._watch_thread.start()
         except BaseException:
             self.shutdown()
@@ -85,7 +87,15 @@ class WorkerProcesses:
             self.collector.check()
 
     def send(self, rank: int, command: bytes) -> None:
-        self._commands[rank].send(command)
+        """Raises the fault of a worker that is known to have failed. A socket whose worker is gone takes no message:
+        waiting for it would outlast the news."""
+        while True:
+            try:
+                self._commands[rank].send(command, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                self.collector.check()
+                self._ending.wait(0.01)
 
     def shutdown(self) -> None:
         with self._end_lock:
@@ -149,6 +159,14 @@ class WorkerProcesses:
 
     def _watch(self) -> None:
         """Called on: the watching thread."""
+        try:
+            self._watch_until_the_end()
+        except Exception as error:  # a message that is none of ours, or a fault here: nobody would watch any more
+            self.collector.fail(error)
+        if self.collector.has_failed:
+            self._kill()
+
+    def _watch_until_the_end(self) -> None:
         last_heard = [time.monotonic()] * self.num_ranks
         last_look = time.monotonic()
         while not self._ending.is_set():
@@ -161,7 +179,6 @@ class WorkerProcesses:
                 last_heard = [now] * self.num_ranks
             last_look = now
             if self.collector.has_failed or self._find_dead() or self._find_silent(now, last_heard):
-                self._kill()
                 return
 
     def _read(self) -> list[Report]:
