@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+QUANTIZATIONS = (None, "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_RUNNERS = ("v2", "v1")
 EXECUTOR_BACKENDS = (None, "inline", "threads", "mp")
@@ -46,6 +47,7 @@ class EngineConfig:
 
     model: str = _option("demo", "a folder with a Hugging Face MoE checkpoint (safetensors), or 'demo'")
     dtype: str = _option("auto", "weights and activations: auto (as in the checkpoint), float32, bfloat16, float16")
+    quantization: str | None = _option(None, "store experts in another format than dtype: int8; default: in dtype")
     max_model_len: int | None = _option(
         None, "longest prompt plus output; default: the model's, or what the KV cache holds"
     )
@@ -82,6 +84,7 @@ class EngineConfig:
                 f"model ({self.model!r}) must name a checkpoint folder; 'demo' is a small one to start with"
             )
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("quantization", self.quantization, QUANTIZATIONS)
         if self.max_model_len is not None:
             _check_integer("max_model_len", self.max_model_len, 2, 2**24, "leave it out to take the model's")
         _check_integer("max_num_seqs", self.max_num_seqs, 1, 2**16, "128 is a good start")

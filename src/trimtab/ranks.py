@@ -144,7 +144,7 @@ def build_rank(setup: RankSetup, spec: ModelSpec, rank: int, progress: Progress)
 def build_in_process(rank: int, setup_data: bytes, progress: Progress) -> Worker:
     """A rank that knows of the engine only what it was sent. Called on: a worker process."""
     setup = RankSetup.decode(setup_data)
-    return build_rank(setup, read_spec(setup.path, setup.config.dtype), rank, progress)[0]
+    return build_rank(setup, read_spec(setup.path, setup.config.dtype, setup.config.quantization), rank, progress)[0]
 
 
 def start_ranks(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
