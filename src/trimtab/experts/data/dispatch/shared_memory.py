@@ -47,7 +47,7 @@ class SharedMemoryDispatcher:
 
         started = time.perf_counter()
         own = place.share(num_tokens, place.rank)
-        exchange.send(hidden[own], slot_ids[own], kernel.num_slots * place.num_ranks)
+        exchange.send(place.part(hidden, own), place.part(slot_ids, own), kernel.num_slots * place.num_ranks)
         waited = self._wait(Phase.SENT)
         arrivals = exchange.arrivals(range(first_slot, first_slot + kernel.num_slots), top_k, hidden_size)
         dispatched = time.perf_counter()
@@ -62,9 +62,11 @@ class SharedMemoryDispatcher:
         waited += self._wait(Phase.ANSWERED)
         out = torch.empty_like(hidden)
         for rank in place.group:
-            part = place.share(num_tokens, rank)
-            outputs = exchange.inbox(rank, part.stop - part.start, top_k, hidden_size)
-            kernel.combine(outputs, slot_ids[part], gate_weights[part], out[part])
+            share = place.share(num_tokens, rank)
+            outputs = exchange.inbox(rank, share.stop - share.start, top_k, hidden_size)
+            kernel.combine(
+                outputs, place.part(slot_ids, share), place.part(gate_weights, share), place.part(out, share)
+            )
         ended = time.perf_counter()
 
         self.times.num_layers += 1
