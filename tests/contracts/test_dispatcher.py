@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ class Counted:
 class Ranks:
     """One MoE layer, spread over ranks by a placement, and the single process that holds it all: the oracle."""
 
-    def __init__(self, num_ranks: int, num_sharing: int, kind: type, dtype: torch.dtype, redundant: int = 0) -> None:
+    def __init__(self, num_ranks: int, num_sharing: int, kind: Any, dtype: torch.dtype, redundant: int = 0) -> None:
         generator = torch.Generator().manual_seed(SEED)
         self.num_ranks, self.num_sharing, self.dtype = num_ranks, num_sharing, dtype
         self.experts = [_expert(dtype, generator) for _ in range(NUM_EXPERTS)]
@@ -139,7 +140,7 @@ class Ranks:
             for rank in range(num_ranks)
         ]
 
-    def _kernel(self, kind: type, experts: range | list[int]) -> ExpertKernel:
+    def _kernel(self, kind: Any, experts: range | list[int]) -> ExpertKernel:
         kernel: ExpertKernel = kind(SHAPE, len(experts), self.dtype)
         for slot, expert in enumerate(experts):
             kernel.load_slot(slot, self.experts[expert])
@@ -191,7 +192,7 @@ def build(name: str, num_ranks: int, num_sharing: int, folder: Path, timeout_s: 
 @every_kernel
 @pytest.mark.parametrize("redundant", [0, 4])
 def test_any_mix_of_tokens_gives_the_bits_of_one_process(
-    name: str, num_ranks: int, num_sharing: int, kind: type, dtype: torch.dtype, redundant: int, tmp_path: Path
+    name: str, num_ranks: int, num_sharing: int, kind: Any, dtype: torch.dtype, redundant: int, tmp_path: Path
 ) -> None:
     """Zero tokens on some or all ranks, ids of -1, replicas, shared tokens; fp32 and bf16 (B20, B45)."""
     print(f"seed {SEED}")
@@ -207,6 +208,25 @@ def test_any_mix_of_tokens_gives_the_bits_of_one_process(
     ranks.run(build(name, num_ranks, num_sharing, tmp_path), steps)
     real = sum(int((ids >= 0).sum()) for step in steps for _, ids, _ in step)
     assert ranks.num_computed == real, "each (token, expert) once in the whole world, and no padding"
+
+
+def int8_kernel(shape: ExpertShape, num_slots: int, dtype: torch.dtype) -> ExpertKernel:
+    return NativeExpertKernel(shape, num_slots, "int8")
+
+
+@several_ranks
+@pytest.mark.parametrize("storage", ["float16", "int8"])
+def test_half_precision_rows_travel_too(
+    name: str, num_ranks: int, num_sharing: int, storage: str, tmp_path: Path
+) -> None:
+    """The native kernel takes fp16 only through fp32: rows cannot be read in place, and the bits are the same."""
+    if storage == "int8" and native_refusal(SHAPE, "int8") is not None:
+        pytest.skip("the native core is not built")
+    kind: Any = int8_kernel if storage == "int8" else PortableExpertKernel
+    ranks = Ranks(num_ranks, num_sharing, kind, torch.float16)
+    generator = torch.Generator().manual_seed(SEED)
+    steps = [[batch(5, torch.float16, generator, 0.2) for _ in range(num_ranks // num_sharing)] for _ in range(3)]
+    ranks.run(build(name, num_ranks, num_sharing, tmp_path), steps)
 
 
 @every_layout

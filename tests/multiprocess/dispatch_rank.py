@@ -52,10 +52,13 @@ def single_process(num_steps: int, token_group: int) -> str:
 
 def serve(plan: DispatchPlan, rank: int, num_steps: int, connection: Connection) -> None:
     torch.set_num_threads(1)
+    dispatcher = open_dispatcher(plan, rank)
     try:
-        dispatcher = open_dispatcher(plan, rank)
         connection.send("ready")
         connection.send(f"done {run(dispatcher, rank, plan.num_ranks, num_steps, rank // plan.num_sharing)}")
         dispatcher.close()
     except RankFailureError as error:
         connection.send(f"failed {error}")
+    except BaseException:  # a signal may come between two layers too
+        dispatcher.abort()
+        raise

@@ -64,6 +64,7 @@ def test_shared_memory_is_sized_by_what_a_step_can_send(tmp_path: Path) -> None:
     plan = choose()
     per_rank = 64 * 96 * 4 + 64 * 4 * 8 + 64 * 4 * 96 * 4
     assert 2 * per_rank <= plan.sizes().segment_bytes() <= 2 * per_rank + 4096
+    assert choose(num_sharing=2, max_tokens=127).sizes() == plan.sizes(), "who shares tokens sends a part of them"
     with pytest.raises(ValueError, match=rf"needs {plan.sizes().segment_bytes()} bytes, and 1000 bytes are available"):
         create_resources(plan, tmp_path, available_bytes=1000)
 

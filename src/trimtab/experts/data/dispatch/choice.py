@@ -51,7 +51,8 @@ class DispatchPlan:
         return self.sizes().segment_bytes() if self.backend == "shared_memory" else 0
 
     def sizes(self) -> ExchangeSizes:
-        return ExchangeSizes(self.num_ranks, self.max_tokens, self.max_top_k, self.max_hidden_size)
+        most_sent = -(-self.max_tokens // self.num_sharing)  # ranks that share tokens send a part each
+        return ExchangeSizes(self.num_ranks, most_sent, self.max_top_k, self.max_hidden_size)
 
 
 def choose_dispatcher(
