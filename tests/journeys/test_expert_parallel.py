@@ -21,6 +21,7 @@ from trimtab.experts.placement_file import write_placement
 from trimtab.models.checkpoint import Checkpoint
 from trimtab.models.spec import read_spec
 from trimtab.testing.checkpoints import make_tiny_checkpoint
+from trimtab.testing.sockets import listening_addresses
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
@@ -178,6 +179,7 @@ def test_ranks_as_processes_give_the_tokens_of_one(mixtral) -> None:
     with open_llm(mixtral, "mp", data_parallel_size=2) as llm:
         assert tokens_of(llm, prompts) == expected
         assert {worker["num_threads"] for worker in llm.stats()["workers"]} == {1}
+        assert listening_addresses(children_of(os.getpid())) == []
         with pytest.raises(ValueError, match=r"expert_usage counts in this process.*'mp'.*use 'threads'"):
             llm.expert_usage().__enter__()
         expect_that_a_stopped_worker_ends_all(llm)
@@ -240,6 +242,7 @@ def test_collectives_of_all_ranks_are_the_same_over_200_random_steps(mixtral, ba
                 prompt = random.Random(step).choices(range(100), k=rng.randint(1, 20))
                 llm.engine.add_request(str(step), prompt, params, data_parallel_rank=rng.choice([None, 0, 1]))
             llm.engine.step()
+        assert set(listening_addresses([os.getpid()])) <= {"127.0.0.1"}, "Gloo stays on the loopback device"
     assert len(logs[0].operations) >= 200 * 2
     assert all(log.operations == logs[0].operations for log in logs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -23,6 +22,7 @@ from trimtab.engine.executor.multiprocess import MultiprocessExecutor
 from trimtab.sampling_params import SamplingParams
 from trimtab.testing.scheduling import make_kv_cache
 from trimtab.testing.scripted_worker import make_setup
+from trimtab.testing.sockets import listening_addresses
 
 WORKER = "trimtab.testing.scripted_worker"
 DEADLINE_S = 5.0
@@ -157,19 +157,12 @@ def test_workers_end_with_their_controller_however_it_ends(end: str) -> None:
 
 def test_nothing_listens_beyond_sockets_in_a_private_folder(engine: Engine) -> None:
     workers = workers_of(engine)
-    pids = {os.getpid(), *(process.pid for process in workers.processes)}
-    inodes = {}
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
-                if (target := os.readlink(link)).startswith("socket:["):
-                    inodes[target[8:-1]] = pid
-    assert len(set(inodes.values())) == len(pids), "every one of the processes has sockets"
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            is_listening = fields[3] == "0A"
-            assert not (is_listening and fields[9] in inodes), f"process {inodes.get(fields[9])} listens: {line}"
+    pids = [os.getpid(), *(process.pid for process in workers.processes)]
+    with socket.socket() as seen:
+        seen.bind(("127.0.0.1", 0))
+        seen.listen()
+        assert listening_addresses(pids) == ["127.0.0.1"], "the test sees what listens"
+    assert listening_addresses(pids) == []
     assert Path(workers.folder).stat().st_mode & 0o777 == 0o700
     with socket.socket(socket.AF_UNIX) as probe:  # the folder is what keeps others out
         probe.connect(f"{workers.folder}/reports")

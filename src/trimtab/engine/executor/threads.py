@@ -135,6 +135,8 @@ def _end(
 def _join(threads: list[threading.Thread]) -> bool:
     """Whether all have ended, after waiting for them for a while."""
     deadline = time.monotonic() + _JOIN_S
+    # The collector of garbage may call this from any thread, a rank's included: that one ends afterwards.
+    threads = [thread for thread in threads if thread is not threading.current_thread()]
     for thread in threads:
         if thread.ident is not None:
             thread.join(max(deadline - time.monotonic(), 0))

@@ -104,7 +104,8 @@ class WorkerProcesses:
             self._ending.set()  # before the first worker ends of it: the watching thread takes that for no fault
             if self._all_ready.is_set() and not self.collector.has_failed:
                 self._stop_in_order()
-            if self._watch_thread.ident is not None:
+            # The collector of garbage may call this from any thread.
+            if self._watch_thread.ident is not None and self._watch_thread is not threading.current_thread():
                 self._watch_thread.join()
             self._kill()
             for socket in (*self._commands, self._reports):
