@@ -235,3 +235,18 @@ def test_calls_from_several_python_threads_do_not_share_a_workspace():
         for _ in range(5):
             results = list(pool.map(lambda batch: layer.native(*batch), batches))
             assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))
+
+
+@ALL_FORMATS
+@pytest.mark.parametrize("hidden_size", [40, 64, 131])
+def test_rows_read_and_outputs_written_by_address_have_the_same_bits(weight_format: Format, hidden_size: int) -> None:
+    """What ranks do with each other's memory; nothing outside the rows is touched (run under the sanitizers too)."""
+    generator = torch.Generator().manual_seed(11)
+    layer = make_layer(KERNELS, MoeShape(hidden_size, 24), weight_format, 5, generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = [torch.randn(hidden_size, generator=generator).to(dtype) for _ in range(50)]
+        outputs = [torch.full((hidden_size,), float("nan")) for _ in range(50)]
+        slot_ids = torch.randint(5, (50,), generator=generator)
+        addresses = [torch.tensor([tensor.data_ptr() for tensor in held]) for held in (rows, outputs)]
+        layer.native.experts_in_place(dtype, addresses[0], slot_ids, addresses[1])
+        assert torch.equal(torch.stack(outputs), layer.native.experts(torch.stack(rows), slot_ids))
