@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -75,8 +76,10 @@ class WorkerProcesses:
         self._watch_thread = threading.Thread(target=self._watch, name="trimtab-workers", daemon=True)
         try:
             with hold_interrupts():  # a process must not start without being noted
-                for rank, setup in enumerate(setups):
-                    self._start(entry, WorkerStart(rank, self.folder, HEARTBEAT_S, setup), environment)
+                for _ in setups:
+                    self.processes.append(_start(entry, environment))
+            for rank, setup in enumerate(setups):
+                _tell(self.processes[rank], WorkerStart(rank, self.folder, HEARTBEAT_S, setup))
             self._watch_thread.start()
         except BaseException:
             self.shutdown()
@@ -119,22 +122,6 @@ class WorkerProcesses:
         socket = self._context.socket(kind)
         socket.bind(address)
         return socket
-
-    def _start(self, entry: str, start: WorkerStart, environment: Mapping[str, str]) -> None:
-        home = str(Path(__file__).parents[3])  # of the package, wherever this process found it
-        paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", entry],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-            process_group=0,  # a terminal's Ctrl-C is for the controller alone
-        )
-        self.processes.append(process)
-        content = encode_start(start)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died: the watching thread will say how
-            process.stdin.write(LENGTH.pack(len(content)) + content)
-            process.stdin.flush()
 
     def _stop_in_order(self) -> None:
         stop = encode(Stop())
@@ -233,6 +220,27 @@ class WorkerProcesses:
                 WorkerFailedError(rank, f"its process ({pid}) has sent no heartbeat for {now - last_heard[rank]:.1f} s")
             )
         return bool(silent)
+
+
+def _start(entry: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    home = str(Path(__file__).parents[3])  # of the package, wherever this process found it
+    paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    if home not in sysconfig.get_paths().values():  # in front of the standard library, site-packages would hide it
+        paths.insert(0, home)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", entry],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        process_group=0,  # a terminal's Ctrl-C is for the controller alone
+    )
+
+
+def _tell(process: subprocess.Popen[bytes], start: WorkerStart) -> None:
+    content = encode_start(start)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died: the watching thread will say how
+        process.stdin.write(LENGTH.pack(len(content)) + content)
+        process.stdin.flush()
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
