@@ -128,6 +128,17 @@ def test_fault_of_one_rank_fails_all_requests_and_names_the_rank(opened: list, m
 
 
 @pytest.mark.parametrize("make", SEVERAL)
+def test_rank_that_failed_is_named_though_those_that_waited_for_it_speak_first(
+    opened: list, make: MakeExecutor
+) -> None:
+    opened.append(make(3, {0: {"give_up_at_step": 1}, 2: {"raise_late_at_step": 1}}))
+    engine = make_engine(opened[0], 3)
+    ask(engine, 1)
+    (output,) = run_to_end(engine).values()
+    assert output.error is not None and "rank 2: RuntimeError: the cause, heard late" in output.error
+
+
+@pytest.mark.parametrize("make", SEVERAL)
 def test_start_that_a_rank_refuses_is_the_persons_mistake_by_its_words(make: MakeExecutor) -> None:
     with pytest.raises(ValueError, match=r"^rank 2: max_tea \(9\) must be at most 3$"):
         make(3, {2: {"refuse_start": "max_tea (9) must be at most 3"}})

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from trimtab.distributed.errors import RankFailureError
 from trimtab.engine.executor.codec import decode_setup, encode_setup
 from trimtab.engine.executor.worker import Worker
 from trimtab.engine.executor.worker_loop import serve
@@ -20,7 +21,17 @@ from trimtab.testing.scheduling import make_kv_cache
 from trimtab.testing.scripted_executor import ScriptedRunner
 
 # What a worker can be told to do wrong: when it starts (a reason), or at a step.
-FAULTS = ("refuse_start", "break_start", "die_at_start", "raise_at_step", "die_at_step", "hang_at_step", "stop_at_step")
+FAULTS = (
+    "refuse_start",
+    "break_start",
+    "die_at_start",
+    "raise_at_step",
+    "die_at_step",
+    "hang_at_step",
+    "stop_at_step",
+    "give_up_at_step",
+    "raise_late_at_step",
+)
 
 
 class FaultyRunner(ScriptedRunner):
@@ -37,6 +48,11 @@ class FaultyRunner(ScriptedRunner):
             threading.Event().wait()
         if plan.step_id == self.faults.get("stop_at_step"):
             os.kill(os.getpid(), signal.SIGSTOP)
+        if plan.step_id == self.faults.get("give_up_at_step"):
+            raise RankFailureError("another rank did not come")
+        if plan.step_id == self.faults.get("raise_late_at_step"):
+            threading.Event().wait(0.3)
+            raise RuntimeError("the cause, heard late")
         super().execute(plan)
 
 

@@ -8,7 +8,7 @@ import time
 from trimtab.plan import StepOutput
 
 # Ranks that fail because another one did may be the first to say so.
-_CAUSE_GRACE_S = 1.0
+CAUSE_GRACE_S = 1.0
 
 
 class WorkerFailedError(RuntimeError):
@@ -56,7 +56,7 @@ class StepCollector:
                 if left is not None and left <= 0:
                     raise self._late(step_id, timeout_s)
                 if self._faults:
-                    left = _CAUSE_GRACE_S / 20
+                    left = CAUSE_GRACE_S / 20
                 self._changed.wait(left)
             outputs = self._outputs.pop(step_id)
             return [outputs[rank] for rank in range(self.num_ranks)]
@@ -66,13 +66,19 @@ class StepCollector:
         with self._changed:
             return bool(self._faults)
 
+    @property
+    def knows_cause(self) -> bool:
+        """Whether a fault is known that is not the consequence of another rank's."""
+        with self._changed:
+            return any(not getattr(fault, "is_consequence", False) for fault in self._faults)
+
     def check(self) -> None:
         """Raises the fault that is known so far, if one is."""
         with self._changed:
             for fault in self._faults:
                 if not getattr(fault, "is_consequence", False):
                     raise fault
-            if self._faults and time.monotonic() - self._first_fault_s > _CAUSE_GRACE_S:
+            if self._faults and time.monotonic() - self._first_fault_s > CAUSE_GRACE_S:
                 raise self._faults[0]
 
     def _late(self, step_id: int, timeout_s: float | None) -> WorkerFailedError:

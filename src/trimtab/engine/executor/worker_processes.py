@@ -30,7 +30,7 @@ from trimtab.engine.executor.codec import (
     encode,
     encode_start,
 )
-from trimtab.engine.executor.collector import StepCollector, WorkerFailedError
+from trimtab.engine.executor.collector import CAUSE_GRACE_S, StepCollector, WorkerFailedError
 from trimtab.engine.executor.worker_loop import LENGTH, commands_address, reports_address
 from trimtab.observability.interrupts import hold_interrupts
 
@@ -67,6 +67,7 @@ class WorkerProcesses:
         self.folder = _socket_folder()
         self._max_silence_s = max_silence_s
         self._progress = progress
+        self._gave_up: set[int] = set()  # ranks that have said why they end
         self._all_ready = threading.Event()
         self._ending = threading.Event()
         self._end_lock = threading.Lock()
@@ -167,6 +168,7 @@ class WorkerProcesses:
                 last_heard = [now] * self.num_ranks
             last_look = now
             if self.collector.has_failed or self._find_dead() or self._find_silent(now, last_heard):
+                self._hear_the_cause()
                 return
 
     def _read(self) -> list[Report]:
@@ -188,6 +190,7 @@ class WorkerProcesses:
                 if rank == 0:
                     self._progress(stage, done, total)
             case Failed(rank, reason, is_mistake, is_consequence):
+                self._gave_up.add(rank)
                 is_start = not self._all_ready.is_set()
                 self.collector.fail(
                     ValueError(f"rank {rank}: {reason}")
@@ -198,7 +201,11 @@ class WorkerProcesses:
                 pass
 
     def _find_dead(self) -> bool:
-        dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+        dead = [
+            rank
+            for rank, process in enumerate(self.processes)
+            if process.poll() is not None and rank not in self._gave_up
+        ]
         if not dead or self._ending.is_set():
             return False
         deadline = time.monotonic() + _LAST_WORDS_S  # it may have said why, and others may have died of it
@@ -206,10 +213,20 @@ class WorkerProcesses:
             self._reports.poll(int(left_s * 1000) + 1)
             for report in self._read():
                 self._take(report)
-        for rank in dead:
+        for rank in set(dead) - self._gave_up:
             process = self.processes[rank]
             self.collector.fail(WorkerFailedError(rank, f"its process ({process.pid}) {_how_it_ended(process)}"))
         return True
+
+    def _hear_the_cause(self) -> None:
+        """Ranks that gave up because of another one may be heard first: that one gets time to say why, or to be seen
+        dead, before all are ended."""
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        while not self.collector.knows_cause and time.monotonic() < deadline:
+            self._reports.poll(20)
+            for report in self._read():
+                self._take(report)
+            self._find_dead()
 
     def _find_silent(self, now: float, last_heard: list[float]) -> bool:
         allowed_s = self._max_silence_s if self._all_ready.is_set() else _START_SILENCE_S
