@@ -1,4 +1,4 @@
-"""The mathematics of paged attention: one row, one head, one dense fp32 softmax at a time. The oracle of the others."""
+"""The mathematics of paged attention: one query and one dense fp32 softmax at a time. The oracle of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Batch:
 
 
 class ReferenceAttention:
-    """Plain torch, slow, obviously right. Reads the cache one position at a time."""
+    """Plain torch, slow, obviously right."""
 
     name = "reference"
     pages = TokenMajorPages()
@@ -41,21 +41,23 @@ class ReferenceAttention:
         out = query.new_empty(query.shape[0], num_heads, value_size)
         starts = prepared.metadata.query_start.tolist()
         for row, seq_len in enumerate(prepared.metadata.seq_lens.tolist()):
-            table = prepared.metadata.block_table[row].tolist()
             first_position = seq_len - (starts[row + 1] - starts[row])
-            for i, token in enumerate(range(starts[row], starts[row + 1])):
-                position = first_position + i
-                first_visible = 0 if prepared.window is None else max(0, position - prepared.window + 1)
-                visible = range(first_visible, position + 1)
-                slots = [divmod(p, prepared.block_size) for p in visible]
-                keys = torch.stack([cache.keys[table[block], offset] for block, offset in slots]).float()
-                values = torch.stack([cache.values[table[block], offset] for block, offset in slots]).float()
-                for head in range(num_heads):
-                    scores = keys[:, head // group_size] @ query[token, head].float() * scaling
-                    if softcap is not None:
-                        scores = softcap * torch.tanh(scores / softcap)
-                    if sinks is not None:
-                        scores = torch.cat([scores, sinks[head].float().reshape(1)])
-                    weights = torch.softmax(scores, dim=0)[: len(visible)]
-                    out[token, head] = (weights @ values[:, head // group_size]).to(out.dtype)
+            first_visible = [
+                0 if prepared.window is None else max(0, position - prepared.window + 1)
+                for position in range(first_position, seq_len)
+            ]
+            positions = torch.arange(first_visible[0], seq_len)
+            blocks = prepared.metadata.block_table[row].long()[positions // prepared.block_size]
+            offsets = positions % prepared.block_size
+            keys = cache.keys[blocks, offsets].float().repeat_interleave(group_size, dim=1)  # [L, Hq, Dk]
+            values = cache.values[blocks, offsets].float().repeat_interleave(group_size, dim=1)
+            for i, first in enumerate(first_visible):
+                seen = slice(first - first_visible[0], first_position + i + 1 - first_visible[0])
+                scores = torch.einsum("hd,lhd->hl", query[starts[row] + i].float(), keys[seen]) * scaling
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.float().unsqueeze(1)], dim=1)
+                weights = torch.softmax(scores, dim=1)[:, : seen.stop - seen.start]
+                out[starts[row] + i] = torch.einsum("hl,lhd->hd", weights, values[seen]).to(out.dtype)
         return out
