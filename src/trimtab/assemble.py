@@ -183,7 +183,12 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # each tokenizer class fails in its own way on a damaged file
+        raise ValueError(
+            f"the tokenizer files of {path} cannot be read ({type(error).__name__}: {error}); download them again"
+        ) from error
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
@@ -201,11 +206,14 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 def end_token_ids(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Every id that ends a sequence, from all three sources (B121)."""
     text_config = spec.hf_config.get_text_config()
-    return eos_token_ids(
-        read_generation_config(spec.path).get("eos_token_id"),
-        getattr(text_config, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
+    try:
+        return eos_token_ids(
+            read_generation_config(spec.path).get("eos_token_id"),
+            getattr(text_config, "eos_token_id", None),
+            getattr(tokenizer, "eos_token_id", None),
+        )
+    except ValueError as error:
+        raise ValueError(f"{spec.path}: {error}") from error
 
 
 def _gib(num_bytes: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +57,14 @@ class LLM:
         params = self._params_per_prompt(sampling_params, len(batch))
         outputs: dict[str, RequestOutput] = {}
         order: list[str] = []
-        for prompt, sampling in zip(batch, params, strict=True):
-            request_id = str(next(self._request_ids))
-            order.append(request_id)
-            if (failed := self._add(request_id, prompt, sampling)) is not None:
-                outputs[request_id] = failed
-        with progress_bar("generating", shown=use_tqdm and stderr_is_terminal()) as report:
-            self._run(outputs, report, len(order), order)
+        with self._aborting_on_failure(order):
+            for prompt, sampling in zip(batch, params, strict=True):
+                request_id = str(next(self._request_ids))
+                order.append(request_id)
+                if (failed := self._add(request_id, prompt, sampling)) is not None:
+                    outputs[request_id] = failed
+            with progress_bar("generating", shown=use_tqdm and stderr_is_terminal()) as report:
+                self._run(outputs, report, len(order))
         return [outputs[request_id] for request_id in order]
 
     def chat(
@@ -214,18 +215,20 @@ class LLM:
         with hold_interrupts():
             return self.engine.step()
 
-    def _run(
-        self, outputs: dict[str, RequestOutput], report: Callable[[str, int, int], None], total: int, order: list[str]
-    ) -> None:
+    def _run(self, outputs: dict[str, RequestOutput], report: Callable[[str, int, int], None], total: int) -> None:
+        while self.engine.has_unfinished:
+            for output in self._step():
+                if output.finished:
+                    outputs[output.request_id] = output
+                    report("requests", len(outputs), total)
+
+    @contextmanager
+    def _aborting_on_failure(self, request_ids: list[str]) -> Iterator[None]:
+        """Ctrl-C or a fault: nothing of this call stays queued behind the caller's next one."""
         try:
-            while self.engine.has_unfinished:
-                for output in self._step():
-                    if output.finished:
-                        outputs[output.request_id] = output
-                        report("requests", len(outputs), total)
+            yield
         except BaseException:
-            # Ctrl-C: nothing of this call stays queued behind the caller's next one.
-            for request_id in order:
+            for request_id in request_ids:
                 self.engine.abort(request_id)
             raise
 
@@ -238,13 +241,26 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [batch] if is_one_prompt else batch
 
 
-def _read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """(text, token ids, cache salt); text is None where only ids are given, ids are None where only text is."""
-    if isinstance(prompt, str):
-        return prompt, None, None
+def _read_prompt(prompt: Any) -> tuple[str | None, list[int] | None, str | None]:
+    """(text, token ids, cache salt); text is None where only ids are given, ids are None where only text is.
+
+    Raises ValueError for what is no prompt.
+    """
+    text, token_ids, cache_salt = prompt, None, None
     if isinstance(prompt, Mapping):
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is None and token_ids is None:
-            raise ValueError(f"prompt ({dict(prompt)!r}) must have 'prompt' or 'prompt_token_ids'")
-        return text, None if token_ids is None else list(token_ids), prompt.get("cache_salt")
-    return None, list(prompt), None
+        text, token_ids, cache_salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    elif not isinstance(prompt, str):
+        text, token_ids = None, prompt
+    if text is None and token_ids is None:
+        raise ValueError(f"prompt ({prompt!r}) must be text, token ids, or have 'prompt' or 'prompt_token_ids'")
+    for name, value in (("prompt", text), ("cache_salt", cache_salt)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} ({value!r}) must be text; give token ids as prompt_token_ids")
+    if text is not None and not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt ({text[:40]!r}) is not valid Unicode ({error.reason}); decode it anew") from None
+    if token_ids is not None and (isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable)):
+        raise ValueError(f"prompt_token_ids ({token_ids!r}) must be a list of token ids; give text as prompt")
+    return text, None if token_ids is None else list(token_ids), cache_salt

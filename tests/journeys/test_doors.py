@@ -112,3 +112,35 @@ def test_a_small_request_beside_seven_others_gets_the_same_tokens(llm: LLM) -> N
         mates = [[length + index for index in range(length)] for length in lengths]
         outputs = llm.generate([*mates, [3, 1, 4]], params, use_tqdm=False)
         assert outputs[-1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("bad", [None, 5, "\ud800", {"prompt_token_ids": 5}, {"prompt_token_ids": [None]}, {"x": 1}])
+def test_something_that_is_no_prompt_fails_alone(bad, tmp_path):
+    path = make_tiny_checkpoint(tmp_path, with_tokenizer=True)
+    with LLM(str(path), max_model_len=64, kv_cache_memory_bytes="4MiB", num_threads=1) as llm:
+        outputs = llm.generate(["a", bad, "b"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        assert not llm.engine.has_unfinished
+    assert [output.error is None for output in outputs] == [True, False, True]
+
+
+def test_parameters_changed_after_they_were_made_are_checked_again(tmp_path):
+    path = make_tiny_checkpoint(tmp_path)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+    with LLM(str(path), max_model_len=64, kv_cache_memory_bytes="4MiB", num_threads=1) as llm:
+        params.max_tokens = -5
+        failed = llm.generate([[1, 2]], params, use_tqdm=False)[0]
+        params.max_tokens = 2
+        served = llm.generate([[1, 2]], params, use_tqdm=False)[0]
+    assert "max_tokens (-5)" in failed.error and served.error is None
+
+
+def test_damaged_files_beside_the_weights_are_named(tmp_path):
+    path = make_tiny_checkpoint(tmp_path, with_tokenizer=True)
+    options = {"max_model_len": 64, "kv_cache_memory_bytes": "4MiB", "num_threads": 1}
+    (path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ValueError, match=r"eos_token_id \('</s>'\) must be a token id"):
+        LLM(str(path), **options)
+    (path / "generation_config.json").write_text("{}")
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="the tokenizer files of .* cannot be read"):
+        LLM(str(path), **options)

@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from trimtab.engine.admission import RequestLimits
@@ -150,7 +151,8 @@ class Engine:
                 f"data_parallel_rank ({data_parallel_rank}) must be in [0, {num_ranks - 1}], this engine's ranks; "
                 "leave it out to take the least loaded"
             )
-        sampling = sampling or SamplingParams()
+        # A copy, checked again: the caller may have changed the fields since, and may change them while it runs.
+        sampling = replace(sampling) if sampling else SamplingParams()
         text = prompt if isinstance(prompt, str) else prompt_text
         token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         prompt_token_ids = self.limits.check(request_id, token_ids, sampling)

@@ -11,11 +11,18 @@ TokenIdSource = int | Iterable[int] | None
 
 def eos_token_ids(*sources: TokenIdSource) -> frozenset[int]:
     """The union of all sources of end-of-sequence ids (generation config, tokenizer, model config), each an id, a list
-    of ids or None (B121)."""
+    of ids or None (B121). Raises ValueError for anything else."""
     ids: set[int] = set()
     for source in sources:
-        if source is not None:
-            ids.update([source] if isinstance(source, int) else source)
+        if source is None:
+            continue
+        listed = source if isinstance(source, (list, tuple, set, frozenset)) else [source]
+        for token_id in listed:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise ValueError(
+                    f"eos_token_id ({source!r}) must be a token id or a list of them; mend the model's JSON"
+                )
+        ids.update(listed)
     return frozenset(ids)
 
 
