@@ -142,5 +142,5 @@ def test_damaged_files_beside_the_weights_are_named(tmp_path):
         LLM(str(path), **options)
     (path / "generation_config.json").write_text("{}")
     (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="the tokenizer files of .* cannot be read"):
+    with pytest.raises(ValueError, match=r"the tokenizer files of .* cannot be read"):
         LLM(str(path), **options)

@@ -16,13 +16,12 @@ def eos_token_ids(*sources: TokenIdSource) -> frozenset[int]:
     for source in sources:
         if source is None:
             continue
-        listed = source if isinstance(source, (list, tuple, set, frozenset)) else [source]
-        for token_id in listed:
+        for token_id in source if isinstance(source, (list, tuple, set, frozenset)) else [source]:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise ValueError(
                     f"eos_token_id ({source!r}) must be a token id or a list of them; mend the model's JSON"
                 )
-        ids.update(listed)
+            ids.add(token_id)
     return frozenset(ids)
 
 
