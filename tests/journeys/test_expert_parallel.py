@@ -7,8 +7,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -279,12 +281,18 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A place for sockets: the kernel allows their paths 107 bytes, which a test's own folder may use up."""
+    with tempfile.TemporaryDirectory(prefix="tt", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("end", ["worker SIGKILL", "SIGTERM"])
-def test_command_ends_with_its_workers_and_not_with_zero(tmp_path, end) -> None:
+def test_command_ends_with_its_workers_and_not_with_zero(tmp_path, short_folder, end) -> None:
     """B123: a worker lost while it starts, or SIGTERM; no process and no folder stays behind."""
     path = make_tiny_checkpoint(tmp_path / "model", with_tokenizer=True)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    scratch = short_folder
     run = subprocess.Popen(
         [*COMMAND, "--model", str(path), "--data-parallel-size", "2", "--enable-expert-parallel"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)},
