@@ -15,7 +15,6 @@ import trimtab
 if TYPE_CHECKING:
     from cyclopts import App
 
-EXIT_SOME_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_WORKER_FAILED = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
