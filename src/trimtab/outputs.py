@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 
 class Logprob(NamedTuple):
@@ -12,6 +14,16 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExpertsMeta:
+    """What the rows and columns of a completion's `routed_experts` are."""
+
+    layer_ids: tuple[int, ...]  # of the decoder layers, one per MoE layer of the array
+    num_experts: int  # ids are in [0, num_experts)
+    start: int = 0  # position of row 0 in prompt + output
+    weights_versions: tuple[tuple[int, int], ...] = ((0, 0),)  # (first row, version that computed it and the next ones)
 
 
 @dataclass(slots=True)
@@ -29,7 +41,9 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    routed_experts: Any = None
+    # integers [prompt + output tokens - 1 - start, num_moe_layers, top_k]: the last token was never computed
+    routed_experts: np.ndarray | None = None
+    routed_experts_meta: RoutedExpertsMeta | None = None
 
     @property
     def finished(self) -> bool:

@@ -10,11 +10,13 @@ indexed by that rank. The tensor-parallel ranks of one data-parallel rank all ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from trimtab.experts.ports import Command, Report
 from trimtab.sampling_params import SamplingParams
 
 
@@ -53,7 +55,7 @@ class StepPlan:
     close_rows: list[int] = field(default_factory=list)
     open_rows: list[OpenRow] = field(default_factory=list)
     scheduled: list[ScheduledRow] = field(default_factory=list)
-    commands: list[Any] = field(default_factory=list)  # the balancer's, executed before the forward
+    commands: list[Command] = field(default_factory=list)  # the balancer's, executed before the forward
     # Whether any rank computes in this step: MoE layers are collective, so one without rows then takes part with none.
     runs_forward: bool = False
 
@@ -72,6 +74,14 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class RoutedRows:
+    """The experts that a step's tokens chose, in the order of the plan's tokens: logical ids, in the router's order."""
+
+    experts: np.ndarray  # integers [T, num_moe_layers, top_k]
+    slot_mapping: np.ndarray  # int64 [T]: where each token's K/V went, in the capturer's KV cache group
+
+
+@dataclass(slots=True)
 class StepOutput:
     """What one step gave. `token_ids[row]` exists for each scheduled row with `samples`, unless it is in `failures`."""
 
@@ -82,8 +92,17 @@ class StepOutput:
     # token p + 1 given the tokens up to p (positions whose next token is not a prompt token are left out)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)  # row -> reason; the request fails, the others go on
-    routed_experts: Any = None
-    reports: list[Any] = field(default_factory=list)  # the balancer's
+    routed_experts: RoutedRows | None = None
+    reports: list[Report] = field(default_factory=list)  # the balancer's
+
+
+def join_token_groups(outputs: Sequence[StepOutput], tensor_parallel_size: int) -> list[StepOutput]:
+    """outputs of all ranks -> one per data-parallel rank: the first one's of its token group, with the reports of all."""
+    joined = list(outputs[::tensor_parallel_size])
+    for index, output in enumerate(outputs):
+        if index % tensor_parallel_size:
+            joined[index // tensor_parallel_size].reports += output.reports
+    return joined
 
 
 class PendingOutput(Protocol):

@@ -9,7 +9,7 @@ from trimtab.engine.executor.codec import Step, encode
 from trimtab.engine.executor.worker_processes import WorkerProcesses
 from trimtab.observability.interrupts import hold_interrupts
 from trimtab.observability.progress import no_progress
-from trimtab.plan import PendingStep, StepOutput, StepPlan
+from trimtab.plan import PendingStep, StepOutput, StepPlan, join_token_groups
 
 # A worker that is killed, stopped or silent fails all requests within 5 s: this much silence, and time to clear up.
 MAX_SILENCE_S = 3.5
@@ -80,4 +80,4 @@ class _MultiprocessStep:
             executor.workers.collector.fail(fault)  # a deadline: the watching thread does not know of it
             executor.shutdown()
             raise
-        return outputs[:: executor.tensor_parallel_size]
+        return join_token_groups(outputs, executor.tensor_parallel_size)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from trimtab.distributed.errors import RankFailureError
 from trimtab.engine.executor.collector import StepCollector, WorkerFailedError
 from trimtab.engine.executor.worker import Worker
-from trimtab.plan import PendingStep, StepOutput, StepPlan
+from trimtab.plan import PendingStep, StepOutput, StepPlan, join_token_groups
 
 _JOIN_S = 3.0
 
@@ -82,7 +82,7 @@ class _ThreadsStep:
         self._collector, self._step_id, self._stride = collector, step_id, tensor_parallel_size
 
     def get(self) -> list[StepOutput]:
-        return self._collector.take(self._step_id)[:: self._stride]
+        return join_token_groups(self._collector.take(self._step_id), self._stride)
 
 
 def _run_rank(
