@@ -97,7 +97,7 @@ class StepOutput:
 
 
 def join_token_groups(outputs: Sequence[StepOutput], tensor_parallel_size: int) -> list[StepOutput]:
-    """outputs of all ranks -> one per data-parallel rank: the first one's of its token group, with the reports of all."""
+    """outputs of all ranks -> one per data-parallel rank: its first one's, with the reports of all."""
     joined = list(outputs[::tensor_parallel_size])
     for index, output in enumerate(outputs):
         if index % tensor_parallel_size:
