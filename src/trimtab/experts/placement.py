@@ -72,6 +72,37 @@ class Placement:
         row = np.arange(topology.num_slots) % topology.num_experts
         return cls(topology, np.tile(row, (num_layers, 1)))
 
+    @classmethod
+    def initial(cls, topology: Topology, num_layers: int) -> Placement:
+        """Experts in their order over the ranks, and the redundant slots spread over all of them: each holds an expert
+        of another rank, the least replicated ones first. Without redundant slots the same as `identity`."""
+        num_experts, num_ranks, slots_per_rank = topology.num_experts, topology.num_ranks, topology.slots_per_rank
+        bounds = [num_experts * rank // num_ranks for rank in range(num_ranks + 1)]
+        counts = [1] * num_experts
+        row: list[int] = []
+        for rank in range(num_ranks):
+            held = list(range(bounds[rank], bounds[rank + 1]))
+            # From the next rank's experts on, so that neighbours do not all replicate the same ones.
+            order = [(bounds[rank + 1] + step) % num_experts for step in range(num_experts)]
+            while len(held) < slots_per_rank:
+                fewest = min(order, key=lambda expert: (expert in held, counts[expert]))
+                counts[fewest] += 1
+                held.append(fewest)
+            row += held
+        return cls(topology, np.tile(row, (num_layers, 1)))
+
+    def with_layer(self, layer: int, other: Placement) -> Placement:
+        """This placement with one layer as in `other`, of the same topology and depth."""
+        assert self.topology == other.topology and self.num_layers == other.num_layers, "placements of two models"
+        mixed = object.__new__(Placement)  # both halves were checked when they were built
+        object.__setattr__(mixed, "topology", self.topology)
+        for name in ("slot_to_expert", "shares"):
+            array = getattr(self, name).copy()
+            array[layer] = getattr(other, name)[layer]
+            array.setflags(write=False)
+            object.__setattr__(mixed, name, array)
+        return mixed
+
     @property
     def num_layers(self) -> int:
         return int(self.slot_to_expert.shape[0])

@@ -15,6 +15,7 @@ from trimtab.models.language_model import LanguageModel
 from trimtab.plan import KVCacheConfig, StepOutput, StepPlan
 from trimtab.runner.async_output import AsyncOutput, record_event
 from trimtab.runner.attention import AttentionStep, PagedAttention, PagedKVCache, choose_backend
+from trimtab.runner.balancing import NoRankBalancer, RankBalancer
 from trimtab.runner.logprobs import LogprobsTensors, token_logprobs
 from trimtab.runner.request_table import RequestTable
 from trimtab.runner.sampler import Sampler, SamplerOutput
@@ -50,9 +51,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device | str = "cpu",
+        balancer: RankBalancer | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.model = model
+        self.balancer = balancer or NoRankBalancer()
         self.kv_cache_config = kv_cache
         self.table = RequestTable(max_num_seqs, max_model_len, kv_cache, self.device)
         self.sampling = SamplingTable(self.table.token_ids, model.spec.vocab_size)
@@ -79,7 +82,10 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         assert self._state is None, "execute came twice without a sample between"
+        self.balancer.execute(plan.commands)
         self._update_rows(plan)
+        if plan.scheduled or plan.runs_forward:
+            self.balancer.begin_forward(is_prefill=self.table.computes_prompt(plan.scheduled))
         if not plan.scheduled:
             if plan.runs_forward:
                 self.model.forward_idle()
@@ -99,7 +105,8 @@ class ModelRunner:
         state, self._state = self._state, None
         assert state is not None, "sample came without an execute before"
         if state.inputs is None or state.logits is None:
-            return AsyncOutput(record_event(self.device), lambda: StepOutput(state.step_id))
+            reports = self.balancer.end_step()
+            return AsyncOutput(record_event(self.device), lambda: StepOutput(state.step_id, reports=reports))
         inputs = state.inputs
         num_sampled = len(inputs.sampled_rows)
         prompt_logprobs = self._prompt_logprobs(inputs, state.logits[num_sampled:])
@@ -134,9 +141,10 @@ class ModelRunner:
         sampled_host = sampled.to("cpu")
         prompt_host = prompt_logprobs.to("cpu") if prompt_logprobs is not None else None
         wanted = self._prompt_rows(inputs)
+        reports = self.balancer.end_step()
 
         def assemble() -> StepOutput:
-            output = StepOutput(step_id)
+            output = StepOutput(step_id, reports=reports)
             sampled_host.report(inputs.sampled_rows, output)
             for row, num_logprobs, entries in wanted:
                 assert prompt_host is not None or not len(entries), "prompt positions without log-probabilities"

@@ -9,6 +9,8 @@ step's gather finds it: the next step needs no token from the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -43,6 +45,10 @@ class RequestTable:
 
     def close(self, row: int) -> None:
         del self._open[row], self._num_blocks[row]
+
+    def computes_prompt(self, scheduled: Sequence[ScheduledRow]) -> bool:
+        """Whether any of these rows computes tokens of its prompt: such a batch is prefill, else decode."""
+        return any(part.start < self._open[part.row].num_prompt_tokens for part in scheduled)
 
     def append_blocks(self, scheduled: ScheduledRow) -> None:
         """Appends each group's new block ids to the row's block table."""

@@ -109,3 +109,25 @@ def test_the_digest_covers_topology_slots_and_shares() -> None:
 def test_the_words_of_placement_load_no_torch() -> None:
     code = "import sys, trimtab.experts.placement; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_redundant_slots_are_spread_over_ranks_from_the_start() -> None:
+    placement = Placement.initial(Topology(8, 4, 4), num_layers=2)
+    assert placement.slot_to_expert.tolist() == 2 * [[0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 0]]
+    for experts, redundant, ranks in ((8, 2, 2), (60, 4, 2), (6, 2, 4), (128, 32, 16), (5, 7, 4)):
+        topology = Topology(experts, redundant, ranks)
+        row = Placement.initial(topology, 1).slot_to_expert[0].reshape(ranks, -1)
+        assert all(len(set(slots)) == len(slots) for slots in row.tolist()), "a replica on its expert's own rank"
+        counts = Placement.initial(topology, 1).replica_counts()
+        assert counts.max() - counts.min() <= 2
+    assert Placement.initial(Topology(8, 0, 2), 1) == Placement.identity(Topology(8, 0, 2), 1)
+
+
+def test_one_layer_of_a_placement_follows_another_placement() -> None:
+    topology = Topology(4, 2, 2)
+    old, new = Placement.identity(topology, 3), Placement.initial(topology, 3)
+    mixed = old.with_layer(1, new)
+    assert mixed == Placement(topology, np.stack([old.slot_to_expert[0], new.slot_to_expert[1], old.slot_to_expert[2]]))
+    assert old.with_layer(0, new).with_layer(1, new).with_layer(2, new).digest() == new.digest()
+    with pytest.raises(ValueError, match="read-only"):
+        mixed.slot_to_expert[1, 0] = 0
