@@ -138,7 +138,7 @@ def build_rank(setup: RankSetup, spec: ModelSpec, rank: int, progress: Progress)
         dispatcher.close()
         raise
     facts = {"bytes_read": bytes_read, "kv_cache_bytes": runner.kv_cache_bytes, "num_threads": setup.num_threads}
-    return Worker(runner, facts, dispatcher.close), model
+    return Worker(runner, facts, dispatcher.close, dispatcher.abort), model
 
 
 def build_in_process(rank: int, setup_data: bytes, progress: Progress) -> Worker:

@@ -59,8 +59,17 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
     return condition()
 
 
-@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("victim", [0, 2])
+CAUSES = {
+    "SIGKILL": "ended by SIGKILL",
+    "SIGSTOP": "sent no heartbeat",
+    "SIGTERM": "told to end by SIGTERM",
+    "SIGSEGV": "ended by SIGSEGV",
+}
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "victim"), [("SIGKILL", 0), ("SIGKILL", 2), ("SIGSTOP", 0), ("SIGTERM", 2), ("SIGSEGV", 1)]
+)
 def test_killed_or_stopped_worker_fails_every_request_within_five_seconds(signal_name: str, victim: int) -> None:
     """B123: requests end with an error that names the rank, new ones are refused, no process or folder is left."""
     engine = start()
@@ -75,7 +84,7 @@ def test_killed_or_stopped_worker_fails_every_request_within_five_seconds(signal
     while engine.has_unfinished:
         outputs += [output for output in engine.step() if output.finished]
     assert time.monotonic() - began < DEADLINE_S
-    cause = "ended by SIGKILL" if signal_name == "SIGKILL" else "sent no heartbeat"
+    cause = CAUSES[signal_name]
     assert len(outputs) == 5
     for output in outputs:
         assert output.error is not None and f"rank {victim}: its process ({pids[victim]}) " in output.error
@@ -102,6 +111,23 @@ def test_death_of_a_worker_is_noticed_while_nothing_runs(engine: Engine) -> None
 
     assert wait_until(is_dead, DEADLINE_S)
     assert wait_until(lambda: all(process.poll() is not None for process in workers.processes), DEADLINE_S)
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "raise_at_step", "Stop"])
+def test_a_rank_that_ends_between_exchanges_tells_those_that_wait_for_it(tmp_path: Path, end: str) -> None:
+    """B123: by a signal or by a fault in a layer without an exchange. An orderly end is none of that."""
+    faults = {"raise_at_step": 1} if end == "raise_at_step" else {}
+    engine = start(2, {1: {"abort_file": str(tmp_path / "aborted"), **faults}})
+    workers = workers_of(engine)
+    engine.add_request("r", [1, 2], SamplingParams(max_tokens=9, detokenize=False))
+    engine.step()
+    if end == "SIGTERM":
+        os.kill(workers.processes[1].pid, signal.SIGTERM)
+    if end != "Stop":
+        while engine.has_unfinished:
+            engine.step()
+    engine.shutdown()
+    assert (tmp_path / "aborted").exists() == (end != "Stop")
 
 
 def test_worker_that_hangs_in_a_step_is_found_by_the_steps_deadline() -> None:

@@ -1,6 +1,7 @@
 """A worker process around the scripted runner: executors are tested without a network, and with faults on order.
 
-Its setup: `num_blocks`, `block_size`, `vocab_size`, and one of the faults by name and step or reason. Run as a module.
+Its setup: one of the faults by name and step or reason, and `abort_file`, written when the worker tells the ranks that
+wait for it. Run as a module.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from trimtab.distributed.errors import RankFailureError
@@ -68,13 +70,15 @@ def build_runner(faults: dict[str, Any]) -> FaultyRunner:
 
 
 def make_setup(**faults: Any) -> bytes:
-    assert set(faults) <= set(FAULTS), f"faults are {FAULTS}"
+    assert set(faults) <= {*FAULTS, "abort_file"}, f"faults are {FAULTS}"
     return encode_setup(faults)
 
 
 def build(rank: int, setup: bytes, report: Callable[[str, int, int], None]) -> Worker:
     report("load", rank, 1)
-    return Worker(build_runner(decode_setup(setup)), {"rank": rank})
+    faults = decode_setup(setup)
+    abort = Path(faults["abort_file"]).touch if "abort_file" in faults else lambda: None
+    return Worker(build_runner(faults), {"rank": rank}, abort=abort)
 
 
 if __name__ == "__main__":

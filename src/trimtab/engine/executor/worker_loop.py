@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import zmq
 
@@ -32,6 +33,7 @@ from trimtab.engine.executor.worker import Worker
 LENGTH = struct.Struct("<Q")
 _STDIN = 0
 _LINGER_MS = 2000  # for the last words of a worker to leave it
+_EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def commands_address(folder: str, rank: int) -> str:
@@ -40,6 +42,10 @@ def commands_address(folder: str, rank: int) -> str:
 
 def reports_address(folder: str) -> str:
     return f"ipc://{folder}/reports"
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM came: raised where the main thread is, so that this rank leaves no other one waiting."""
 
 
 # Rank, setup, and where to say how far loading is (stage, done, total).
@@ -51,7 +57,8 @@ def serve(build: Build) -> int:
 
     1. The controller writes a `WorkerStart` to stdin and keeps the pipe open: its end is the controller's end.
     2. `build` makes the runner; `Ready`, or `Failed` with the reason, goes to the controller.
-    3. Each `Step` is answered by an `Output`, until `Stop`. A step that raises is answered by `Failed` and ends all.
+    3. Each `Step` is answered by an `Output`, until `Stop`. A step that raises, or SIGTERM, is answered by `Failed` and
+       ends all.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
     start = decode_start(_read_stdin(*LENGTH.unpack(_read_stdin(LENGTH.size))))
@@ -64,8 +71,13 @@ def serve(build: Build) -> int:
     heart = threading.Thread(target=_beat, args=(context, start, stopped), daemon=True)
     heart.start()
     try:
+        signal.signal(signal.SIGTERM, _on_terminate)
         _work(build, start, context, reports)
         return 0
+    except _TerminatedError:
+        reason = f"its process ({os.getpid()}) was told to end by SIGTERM"
+        reports.send(encode(Failed(start.rank, reason, is_mistake=False, is_consequence=False)))
+        return _EXIT_TERMINATED
     except BaseException as error:
         traceback.print_exc()
         failed = Failed(
@@ -97,9 +109,17 @@ def _work(build: Build, start: WorkerStart, context: zmq.Context, reports: zmq.S
         while not isinstance(command := decode_command(commands.recv()), Stop):
             worker.runner.execute(command.plan)
             reports.send(encode(Output(rank, worker.runner.sample().get())))
+    except BaseException:
+        worker.abort()
+        raise
     finally:
         commands.close(linger=0)
         worker.close()
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the end must not be cut short
+    raise _TerminatedError
 
 
 def _beat(context: zmq.Context, start: WorkerStart, stopped: threading.Event) -> None:
