@@ -45,11 +45,15 @@ class DataParallelScheduler:
         plans = [rank.schedule(self._step_id) for rank in self.ranks]
         if all(plan is None for plan in plans):
             return None
-        step_id, self._step_id = self._step_id, self._step_id + 1
-        step = [plan or StepPlan(step_id) for plan in plans]
+        step = [plan or empty for plan, empty in zip(plans, self.command_step(), strict=True)]
         for plan in step:
             plan.runs_forward = True
         return step
+
+    def command_step(self) -> list[StepPlan]:
+        """A step in which no rank computes."""
+        step_id, self._step_id = self._step_id, self._step_id + 1
+        return [StepPlan(step_id) for _ in self.ranks]
 
     def advance(self, plans: list[StepPlan], outputs: list[StepOutput]) -> list[Progress]:
         """Takes one step's outputs, in the order of the steps."""

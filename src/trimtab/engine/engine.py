@@ -19,6 +19,7 @@ from trimtab.engine.request import Request, spawn
 from trimtab.engine.scheduler import Progress, Scheduler
 from trimtab.engine.stats import rank_stats, total_stats
 from trimtab.engine.stop import bad_word_token_ids
+from trimtab.experts.ports import Command, Report
 from trimtab.outputs import RequestMetrics, RequestOutput
 from trimtab.plan import Executor, KVCacheConfig, PendingStep, StepPlan
 from trimtab.sampling_params import SamplingParams
@@ -29,20 +30,35 @@ class EngineDeadError(RuntimeError):
 
 
 class Balancer(Protocol):
-    """The controller's side of expert balancing, as the engine sees it."""
+    """The controller's side of expert balancing, as the engine sees it. Times are on the monotonic clock, seconds.
 
-    def commands(self) -> list[Any]: ...
+    1. `commands` for each step, before it is sent to the ranks. 2. `on_reports` with those of each step's output, in
+    the order of the steps; raises where ranks disagree, which ends the engine. `wants_step`: it has something to send
+    or to hear, and nothing is scheduled: plans of commands alone will do.
+    """
 
-    def on_reports(self, reports: list[Any]) -> None: ...
+    @property
+    def wants_step(self) -> bool: ...
+
+    def commands(self, *, runs_forward: bool, now: float) -> list[Command]: ...
+
+    def on_reports(self, reports: Sequence[Report], now: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class NoBalancer:
     """Experts stay where they are."""
 
-    def commands(self) -> list[Any]:
+    wants_step = False
+
+    def commands(self, *, runs_forward: bool, now: float) -> list[Command]:
         return []
 
-    def on_reports(self, reports: list[Any]) -> None:
+    def on_reports(self, reports: Sequence[Report], now: float) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -50,7 +66,8 @@ class Engine:
     """Runs requests to their ends, many per step.
 
     1. `add_request` checks and queues; a request that cannot run raises ValueError and harms no other.
-    2. `step` while `has_unfinished`: each call takes one step's tokens and returns the requests they moved.
+    2. `step` while `has_unfinished`: each call takes one step's tokens and returns the requests they moved. While only
+       `has_work`, a step brings the experts on their way further.
     3. `abort` ends a request early and gives its last output.
 
     The limits of `scheduler` and the blocks of `kv_cache` are those of each data-parallel rank.
@@ -98,8 +115,13 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to give."""
+        """Whether a request has not ended."""
         return bool(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `step` would bring something on: requests, or experts on their way."""
+        return bool(self._requests) or self.balancer.wants_step
 
     @property
     def num_unfinished(self) -> int:
@@ -109,17 +131,15 @@ class Engine:
         """Keeps `async_depth` steps in flight, takes the oldest one's output and returns the requests it moved."""
         self._check_alive()
         try:
-            while len(self.in_flight) < self.async_depth and (plans := self.scheduler.schedule()):
-                commands = self.balancer.commands()
-                for plan in plans:
-                    plan.commands = commands
+            while len(self.in_flight) < self.async_depth and (plans := self._next_plans()):
                 self.in_flight.append((plans, self.executor.execute(plans)))
             if not self.in_flight:
                 assert not self._requests, "unfinished requests, none in flight and none that can be scheduled"
                 return []
             plans, pending = self.in_flight.popleft()
             outputs = pending.get()
-            self.balancer.on_reports([report for output in outputs for report in output.reports])
+            reports = [report for output in outputs for report in output.reports]
+            self.balancer.on_reports(reports, time.monotonic())
             return self._emit(self.scheduler.advance(plans, outputs))
         except Exception as cause:
             return self._die(cause)
@@ -207,7 +227,19 @@ class Engine:
         return {**total, "num_unfinished": self.num_unfinished, "ranks": ranks}
 
     def shutdown(self) -> None:
+        self.balancer.close()
         self.executor.shutdown()
+
+    def _next_plans(self) -> list[StepPlan] | None:
+        """The plans of the next step, one per data-parallel rank; all of them carry the balancer's commands."""
+        plans = self.scheduler.schedule()
+        if plans is None and self.balancer.wants_step:
+            plans = self.scheduler.command_step()
+        if plans is not None:
+            commands = self.balancer.commands(runs_forward=plans[0].runs_forward, now=time.monotonic())
+            for plan in plans:
+                plan.commands = commands
+        return plans
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 

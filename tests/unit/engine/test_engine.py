@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from trimtab.engine.config import CacheConfig, SchedulerConfig
 from trimtab.engine.engine import Engine, EngineDeadError
 from trimtab.engine.scheduler import Scheduler
+from trimtab.experts.ports import Collect, Command, Report
 from trimtab.outputs import CompletionOutput
 from trimtab.plan import OpenRow
 from trimtab.sampling_params import SamplingParams
@@ -429,24 +430,56 @@ def test_shutdown_ends_the_executor() -> None:
     assert isinstance(engine.executor, ScriptedExecutor) and engine.executor.is_shut_down
 
 
-def test_balancer_s_commands_ride_on_every_plan_and_its_reports_come_back() -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.num_reports = self.num_commands = 0
+class ScriptedBalancer:
+    """Sends `Collect(True)` with every plan; wants `num_wanted` steps when nothing else is to do."""
 
-        def commands(self) -> list[Any]:
-            self.num_commands += 1
-            return [self.num_commands]
+    def __init__(self, num_wanted: int = 0) -> None:
+        self.num_wanted = num_wanted
+        self.forwards: list[bool] = []
+        self.num_outputs = 0
+        self.is_closed = False
 
-        def on_reports(self, reports: list[Any]) -> None:
-            self.num_reports += 1
+    @property
+    def wants_step(self) -> bool:
+        return self.num_wanted > 0
 
-    engine = make_engine()
-    engine.balancer = balancer = Counting()
+    def commands(self, *, runs_forward: bool, now: float) -> list[Command]:
+        self.num_wanted -= not runs_forward
+        self.forwards.append(runs_forward)
+        return [Collect(True)]
+
+    def on_reports(self, reports: Sequence[Report], now: float) -> None:
+        self.num_outputs += 1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_balancer_s_commands_ride_on_every_plan_and_its_reports_come_back(depth: int) -> None:
+    engine = make_engine(async_depth=depth)
+    engine.balancer = balancer = ScriptedBalancer()
     tokens_of(engine, [1, 2], max_tokens=4)
     assert isinstance(engine.executor, ScriptedExecutor)
-    assert [plan.commands for plan in engine.executor.ranks[0].plans] == [[1], [2], [3], [4]]
-    assert balancer.num_reports == 4
+    plans = engine.executor.ranks[0].plans
+    assert len(plans) >= 4 and all(plan.commands == [Collect(True)] and plan.runs_forward for plan in plans)
+    assert balancer.num_outputs == len(plans) == len(balancer.forwards)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_idle_engine_sends_plans_of_commands_alone_until_the_balancer_is_done(depth: int) -> None:
+    engine = make_engine(async_depth=depth)
+    engine.balancer = balancer = ScriptedBalancer(num_wanted=3)
+    assert engine.has_work and not engine.has_unfinished
+    while engine.has_work or engine.in_flight:
+        assert engine.step() == []
+    assert isinstance(engine.executor, ScriptedExecutor)
+    plans = engine.executor.ranks[0].plans
+    assert [plan.runs_forward or bool(plan.scheduled) for plan in plans] == [False] * 3
+    assert [plan.step_id for plan in plans] == [0, 1, 2] and balancer.num_outputs == 3
+    assert len(tokens_of(engine, [1, 2], max_tokens=2)) == 2 and not engine.has_work
+    engine.shutdown()
+    assert balancer.is_closed
 
 
 def test_nothing_is_kept_of_finished_requests() -> None:

@@ -1,0 +1,266 @@
+"""A rank's balancer: the one place where what is decided, what moves and what computes meet.
+
+The controller's commands come with a step plan and are executed here, on the runner's thread: it alone writes what the
+forward reads. The mover works beside it on what it is given, and is asked once per step what has come about.
+"""
+
+# L MoE layers  E experts  P slots
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol, assert_never
+
+import numpy as np
+
+from trimtab.experts.data.dispatch.base import DispatchTimes
+from trimtab.experts.delta import LayerDelta, diff
+from trimtab.experts.placement import Placement
+from trimtab.experts.ports import (
+    Abort,
+    CheckWeights,
+    Collect,
+    Command,
+    Commit,
+    Committed,
+    Failed,
+    LoadReport,
+    Mover,
+    Plan,
+    Quiescent,
+    Refit,
+    Refitted,
+    Report,
+    SlotStorage,
+    Stage,
+    WeightsChecked,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class BalancedLayer(Protocol):
+    """What a commit writes of one MoE layer."""
+
+    @property
+    def storage(self) -> SlotStorage: ...
+
+    def refresh(self, placement: Placement) -> None:
+        """The lookup follows this placement from now on. In place: who holds the lookup's tensor sees it."""
+        ...
+
+
+class LoadCounts(Protocol):
+    """Tokens counted per slot by the forwards of one rank."""
+
+    def begin_step(self, counted: bool) -> None:
+        """Whether the forward that follows is counted."""
+        ...
+
+    def fold(self, placement: Placement) -> np.ndarray:
+        """int64 [L, E]: what was counted since the last fold, under the placement it was counted with."""
+        ...
+
+
+class Weights(Protocol):
+    """New weights for a rank that serves."""
+
+    def check(self, path: str) -> str:
+        """Why the files at `path` cannot be loaded, or nothing. Changes nothing."""
+        ...
+
+    def refit(self, path: str, placement: Placement, weights_version: int) -> None:
+        """Overwrites every weight. What it raises leaves the rank with mixed weights."""
+        ...
+
+
+class RankBalancer:
+    """1. `execute` a plan's commands, 2. `begin_forward`, 3. `end_step`: its reports. One per rank.
+
+    `phase` is the kind of batch whose load counts: "all", "prefill" or "decode". Called on: the runner's thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        layers: Sequence[BalancedLayer],
+        load: LoadCounts,
+        mover: Mover,
+        times: DispatchTimes,
+        weights: Weights,
+        phase: str = "all",
+    ) -> None:
+        self.rank = rank
+        self.placement = placement
+        self._layers = layers
+        self._load = load
+        self._mover = mover
+        self._weights = weights
+        self._phase = phase
+        self._bucket: LoadBucket | None = None
+        self._times = times
+        self._transaction = 0
+        self._next: Placement | None = None  # the open transaction's
+        self._deltas: dict[int, LayerDelta] = {}  # of its layers that are not committed yet
+        self._reports: list[Report] = []
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def execute(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Collect(on):
+                    self._collect(on)
+                case Plan():
+                    self._plan(command)
+                case Stage(transaction, layer):
+                    if transaction == self._transaction and layer in self._deltas:
+                        self._mover.stage(layer)
+                case Commit(transaction, layer):
+                    self._commit(transaction, layer)
+                case Abort(transaction, reason):
+                    self._abort(transaction, reason)
+                case CheckWeights(path, version):
+                    self._reports.append(WeightsChecked(self.rank, version, self._weights.check(path)))
+                case Refit(path, version):
+                    self._refit(path, version)
+                case _:
+                    assert_never(command)
+
+    def begin_forward(self, *, is_prefill: bool) -> None:
+        counted = self._bucket is not None and self._phase in ("all", "prefill" if is_prefill else "decode")
+        self._load.begin_step(counted)
+        if self._bucket is not None:
+            self._bucket.begin_step(counted)
+
+    def end_step(self) -> list[Report]:
+        if self._bucket is not None:
+            self._bucket.end_step()
+        for found in self._mover.poll():
+            if found.transaction != self._transaction:
+                continue  # of one that is over
+            if isinstance(found, Quiescent):
+                self._transaction = 0
+            self._reports.append(found)
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self) -> None:
+        self._mover.close()
+
+    # -- load ----------------------------------------------------------------------------------------------------------
+
+    def _collect(self, on: bool) -> None:
+        if self._bucket is not None:
+            self._bucket.counts += self._load.fold(self.placement)
+            self._reports.append(self._bucket.report(self.rank))
+            self._bucket = None
+        if on:
+            self._load.fold(self.placement)  # what was counted before belongs to no bucket
+            shape = (self.placement.num_layers, self.placement.topology.num_experts)
+            self._bucket = LoadBucket(np.zeros(shape, dtype=np.int64), self._times)
+
+    # -- a transaction -------------------------------------------------------------------------------------------------
+
+    def _plan(self, plan: Plan) -> None:
+        """A plan that does not follow from what this rank has is refused whole, before a byte moves."""
+        assert self._transaction == 0, f"transaction {plan.transaction} begins and {self._transaction} is open"
+        self._transaction = plan.transaction
+        try:
+            placement = Placement(self.placement.topology, plan.slot_to_expert, plan.shares)
+            if plan.start_digest != self.placement.digest():
+                raise ValueError("the placement it starts from is not the one in force on this rank")
+            deltas = diff(self.placement, placement)
+        except ValueError as error:
+            self._fail(-1, str(error))
+            return
+        self._next = placement
+        self._deltas = {delta.layer: delta for delta in deltas}
+        self._mover.begin(plan.transaction, self.placement, deltas)
+
+    def _commit(self, transaction: int, layer: int) -> None:
+        """Nothing is caught here: a rank that cannot finish a decided commit must not compute again."""
+        assert self._next is not None and transaction == self._transaction and layer in self._deltas, (
+            f"layer {layer} of transaction {transaction} cannot be committed: {self._transaction} is open"
+        )
+        started = time.perf_counter()
+        if self._bucket is not None:
+            self._bucket.counts += self._load.fold(self.placement)  # counted under the placement that ends here
+        delta = self._deltas.pop(layer)
+        if delta.transfers:
+            for slot, prepared in self._mover.take(layer):
+                self._layers[layer].storage.install(slot, prepared)
+        self.placement = self.placement.with_layer(layer, self._next)
+        self._layers[layer].refresh(self.placement)
+        if delta.transfers:
+            self._mover.installed(layer)
+        digest = self.placement.digest()
+        self._reports.append(Committed(self.rank, transaction, layer, digest, time.perf_counter() - started))
+        if not self._deltas:
+            self._mover.finish()
+            self._transaction, self._next = 0, None
+
+    def _abort(self, transaction: int, reason: str) -> None:
+        """Layers committed so far stay. Of a transaction that is not open here nothing is left to end."""
+        if transaction != self._transaction:
+            self._reports.append(Quiescent(self.rank, transaction))
+            return
+        logger.debug("rank %d ends transaction %d: %s", self.rank, transaction, reason)
+        if self._next is None:  # refused here: the mover never heard of it
+            self._transaction = 0
+            self._reports.append(Quiescent(self.rank, transaction))
+            return
+        self._next, self._deltas = None, {}
+        self._mover.abort()
+
+    def _fail(self, layer: int, reason: str) -> None:
+        self._reports.append(Failed(self.rank, self._transaction, layer, reason))
+
+    # -- new weights ---------------------------------------------------------------------------------------------------
+
+    def _refit(self, path: str, version: int) -> None:
+        assert self._transaction == 0, f"new weights while transaction {self._transaction} is open"
+        problem = ""
+        try:
+            self._weights.refit(path, self.placement, version)
+        except Exception as error:
+            logger.exception("rank %d: new weights from %s failed", self.rank, path)
+            problem = f"{type(error).__name__}: {error}"
+        self._reports.append(Refitted(self.rank, version, problem))
+
+
+class LoadBucket:
+    """What one rank counted and how its time went, from one `Collect` to the next."""
+
+    def __init__(self, counts: np.ndarray, times: DispatchTimes) -> None:
+        self.counts = counts  # int64 [L, E]
+        self.num_steps = 0
+        self.num_recorded_steps = 0
+        self.step_s = 0.0
+        self._times = times
+        self._experts_s, self._wait_s = times.experts_s, times.wait_s
+        self._started: float | None = None
+
+    def begin_step(self, counted: bool) -> None:
+        self.num_steps += 1
+        self.num_recorded_steps += counted
+        self._started = time.perf_counter()
+
+    def end_step(self) -> None:
+        if self._started is not None:  # else a plan of commands alone
+            self.step_s += time.perf_counter() - self._started
+            self._started = None
+
+    def report(self, rank: int) -> LoadReport:
+        return LoadReport(
+            rank,
+            self.counts,
+            self.num_steps,
+            self.num_recorded_steps,
+            self.step_s,
+            self._times.experts_s - self._experts_s,
+            self._times.wait_s - self._wait_s,
+        )
