@@ -7,10 +7,12 @@ returns at once. The next plan's `execute` may follow before the last output was
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from trimtab.experts.data.capture import NoCapturer
 from trimtab.models.language_model import LanguageModel
 from trimtab.plan import KVCacheConfig, StepOutput, StepPlan
 from trimtab.runner.async_output import AsyncOutput, record_event
@@ -22,6 +24,9 @@ from trimtab.runner.sampler import Sampler, SamplerOutput
 from trimtab.runner.sampling_batch import SamplingTable
 from trimtab.runner.step_inputs import StepInputs, gather_inputs
 
+if TYPE_CHECKING:
+    from trimtab.experts.data.capturer import RoutedExpertsCapturer, RoutedExpertsRecord
+
 
 @dataclass(slots=True)
 class ExecuteModelState:
@@ -30,6 +35,7 @@ class ExecuteModelState:
     step_id: int
     inputs: StepInputs | None  # None: a plan of commands alone
     logits: torch.Tensor | None  # [G, V]: sampled rows first, then prompt positions
+    routed_experts: RoutedExpertsRecord | None = None  # None: capture is off, or there was nothing to capture
 
 
 class ModelRunner:
@@ -52,10 +58,12 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device | str = "cpu",
         balancer: RankBalancer | None = None,
+        capturer: RoutedExpertsCapturer | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.model = model
         self.balancer = balancer or NoRankBalancer()
+        self.capturer = capturer or NoCapturer()
         self.kv_cache_config = kv_cache
         self.table = RequestTable(max_num_seqs, max_model_len, kv_cache, self.device)
         self.sampling = SamplingTable(self.table.token_ids, model.spec.vocab_size)
@@ -97,7 +105,8 @@ class ModelRunner:
             logits = self.model(inputs.token_ids, inputs.positions, inputs.logits_rows)
         finally:
             self.attention.clear()
-        self._state = ExecuteModelState(plan.step_id, inputs, logits)
+        routed = self.capturer.get_routed_experts(inputs.slot_mappings, plan.num_tokens)
+        self._state = ExecuteModelState(plan.step_id, inputs, logits, routed)
 
     @torch.inference_mode()
     def sample(self, grammar_masks: torch.Tensor | None = None) -> AsyncOutput:
@@ -113,7 +122,7 @@ class ModelRunner:
         batch = self.sampling.gather(inputs.sampled_rows, inputs.sampled_positions)
         sampled = self.sampler(state.logits[:num_sampled], batch, grammar_masks)
         self.table.write_tokens(inputs.sampled_rows, inputs.sampled_positions, sampled.token_ids)
-        return self._start_copy(state.step_id, inputs, sampled, prompt_logprobs)
+        return self._start_copy(state.step_id, inputs, sampled, prompt_logprobs, state.routed_experts)
 
     def _gather(self, plan: StepPlan) -> StepInputs:
         return gather_inputs(plan, self.table, self.kv_cache_config)
@@ -135,11 +144,17 @@ class ModelRunner:
         return token_logprobs(logits, inputs.prompt.next_token_ids, most)
 
     def _start_copy(
-        self, step_id: int, inputs: StepInputs, sampled: SamplerOutput, prompt_logprobs: LogprobsTensors | None
+        self,
+        step_id: int,
+        inputs: StepInputs,
+        sampled: SamplerOutput,
+        prompt_logprobs: LogprobsTensors | None,
+        routed_experts: RoutedExpertsRecord | None,
     ) -> AsyncOutput:
         """Starts the copies to the host; what they need is held by the closure until it is taken."""
         sampled_host = sampled.to("cpu")
         prompt_host = prompt_logprobs.to("cpu") if prompt_logprobs is not None else None
+        routed_host = routed_experts.to("cpu") if routed_experts is not None else None
         wanted = self._prompt_rows(inputs)
         reports = self.balancer.end_step()
 
@@ -149,6 +164,8 @@ class ModelRunner:
             for row, num_logprobs, entries in wanted:
                 assert prompt_host is not None or not len(entries), "prompt positions without log-probabilities"
                 output.prompt_logprobs[row] = [prompt_host.entry(index, num_logprobs) for index in entries]  # type: ignore[union-attr]
+            if routed_host is not None:
+                routed_host.report(inputs.rows, output)
             return output
 
         return AsyncOutput(record_event(self.device), assemble)

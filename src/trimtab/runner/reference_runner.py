@@ -42,6 +42,7 @@ class ReferenceRunner(ModelRunner):
             seq_lens.append(end)
         wants_prompt = any(self.table[row.row].sampling.prompt_logprobs is not None for row in plan.scheduled)
         return StepInputs(
+            rows=np.array([scheduled.row for scheduled in plan.scheduled], dtype=np.int64),
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
             attention=self._attention_metadata(plan, query_start, seq_lens),

@@ -27,6 +27,7 @@ class PromptPositions:
 
 @dataclass(slots=True)
 class StepInputs:
+    rows: np.ndarray  # int64 [R], request rows
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     attention: dict[int, AttentionMetadata]  # per KV cache group
@@ -34,6 +35,11 @@ class StepInputs:
     sampled_rows: np.ndarray  # int64 [S], request rows
     sampled_positions: np.ndarray  # int64 [S], where the new token goes in its row
     prompt: PromptPositions | None
+
+    @property
+    def slot_mappings(self) -> dict[int, torch.Tensor]:
+        """Per KV cache group, int64 [T]: where each token's K/V goes."""
+        return {group: metadata.slot_mapping for group, metadata in self.attention.items()}
 
 
 def gather_inputs(plan: StepPlan, table: RequestTable, kv_cache: KVCacheConfig) -> StepInputs:
@@ -54,6 +60,7 @@ def gather_inputs(plan: StepPlan, table: RequestTable, kv_cache: KVCacheConfig) 
     prompt, prompt_rows = _prompt_positions(plan, table, query_start)
 
     return StepInputs(
+        rows=rows,
         token_ids=table.token_ids[token_rows_device, positions_device].long(),
         positions=positions_device,
         attention=_attention_metadata(

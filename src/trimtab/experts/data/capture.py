@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,13 @@ class NoCapture:
     """Capture that is off."""
 
     def record(self, ordinal: int, expert_ids: Tensor) -> None:
+        return None
+
+
+class NoCapturer:
+    """A runner's capture that is off; `trimtab.experts.data.capturer` has the one that is on."""
+
+    def get_routed_experts(self, slot_mappings: Mapping[int, Tensor], num_tokens: int) -> None:
         return None
 
 
