@@ -98,7 +98,7 @@ def plan_placement(config: EngineConfig, spec: ModelSpec) -> Placement | None:
 
     Raises `ValueError` where the slots do not divide over the ranks, or the file says something else.
     """
-    if config.num_ranks == 1 and config.initial_placement is None:
+    if config.num_ranks == 1 and config.placement_file is None and not config.enable_eplb:
         return None
     counts = sorted({layer.num_experts for layer in spec.moe_layers})
     if len(counts) != 1:
@@ -106,10 +106,10 @@ def plan_placement(config: EngineConfig, spec: ModelSpec) -> Placement | None:
             f"enable_expert_parallel needs MoE layers with one number of experts; {spec.path.name} has {counts}; "
             "take one rank"
         )
-    topology = Topology(counts[0], config.num_redundant_experts, config.num_ranks)
-    if config.initial_placement is not None:
-        return read_placement(config.initial_placement, topology, len(spec.moe_layers))
-    return Placement.identity(topology, len(spec.moe_layers))
+    topology = Topology(counts[0], config.redundant_experts, config.num_ranks)
+    if config.placement_file is not None:
+        return read_placement(config.placement_file, topology, len(spec.moe_layers))
+    return Placement.initial(topology, len(spec.moe_layers))
 
 
 def rank_weight_bytes(spec: ModelSpec, placement: Placement | None) -> int:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.experts.control.config import EplbConfig
 
 QUANTIZATIONS = (None, "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -71,6 +75,11 @@ class EngineConfig:
     enable_expert_parallel: bool = _option(False, "spread each MoE layer's experts over all ranks")
     num_redundant_experts: int = _option(0, "replicas per MoE layer; initial_placement says of which experts")
     initial_placement: str | None = _option(None, "JSON file that says which expert lives in which slot")
+    enable_eplb: bool = _option(False, "move hot experts between ranks in the background while serving")
+    eplb_config: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "settings of that, as JSON or one by one: --eplb-config.window_size 100 (docs/eplb.md)"},
+    )
     distributed_executor_backend: str | None = _option(
         None, "inline (one rank), threads or mp (a process per rank); default: inline for one rank, else mp"
     )
@@ -111,6 +120,7 @@ class EngineConfig:
                 "num_threads", self.num_threads, 1, 4096, "leave it out to use the cores this process may use"
             )
         self._check_ranks()
+        self._check_eplb()
 
     def _check_ranks(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size"):
@@ -126,7 +136,7 @@ class EngineConfig:
                 f"must be at most {MAX_RANKS} ranks; lower one of them"
             )
         _check_integer("num_redundant_experts", self.num_redundant_experts, 0, 2**16, "0 adds no replica")
-        if self.num_redundant_experts and self.initial_placement is None:
+        if self.num_redundant_experts and self.initial_placement is None and not self.enable_eplb:
             raise ValueError(
                 f"num_redundant_experts ({self.num_redundant_experts}) needs initial_placement, the file that says "
                 "which experts have replicas; give it or set 0"
@@ -142,6 +152,45 @@ class EngineConfig:
                 f"distributed_executor_backend ('inline') runs one rank, not {self.num_ranks}; use 'mp' or 'threads'"
             )
         _check_choice("all2all_backend", self.all2all_backend, ALL2ALL_BACKENDS)
+
+    def _check_eplb(self) -> None:
+        if self.model_runner == "v1" and (self.enable_eplb or self.eplb_config is not None):
+            name = "enable_eplb" if self.enable_eplb else "eplb_config"
+            raise ValueError(
+                f"{name} needs model_runner 'v2'; the reference runner 'v1' moves no experts; leave one of them out"
+            )
+        if not self.enable_eplb:
+            if self.eplb_config is not None:
+                raise ValueError(f"eplb_config ({self.eplb_config!r}) needs enable_eplb; switch it on or leave it out")
+            return
+        if not self.enable_expert_parallel:
+            raise ValueError("enable_eplb needs enable_expert_parallel: experts move between its ranks; switch it on")
+        eplb = self.eplb
+        for name in ("num_redundant_experts", "initial_placement"):
+            if getattr(self, name) and getattr(eplb, name):
+                raise ValueError(
+                    f"{name} ({getattr(self, name)!r}) and eplb_config's {name} ({getattr(eplb, name)!r}) are one "
+                    "setting; give it once"
+                )
+
+    @property
+    def eplb(self) -> EplbConfig:
+        """`eplb_config` as a record. Raises `ValueError` naming the key."""
+        from trimtab.experts.control.config import eplb_config_from
+
+        if self.eplb_config is not None and not isinstance(self.eplb_config, Mapping):
+            raise ValueError(f"eplb_config ({self.eplb_config!r}) must be a mapping of keys to values")
+        return eplb_config_from(self.eplb_config)
+
+    @property
+    def redundant_experts(self) -> int:
+        """Replicas per MoE layer, wherever they were asked for."""
+        return self.num_redundant_experts or (self.eplb.num_redundant_experts if self.enable_eplb else 0)
+
+    @property
+    def placement_file(self) -> str | None:
+        """`initial_placement`, wherever it was given."""
+        return self.initial_placement or (self.eplb.initial_placement if self.enable_eplb else None)
 
     @property
     def num_ranks(self) -> int:

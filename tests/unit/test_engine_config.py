@@ -7,6 +7,7 @@ import pytest
 from trimtab.config import EngineConfig
 
 PLACED = {"enable_expert_parallel": True, "initial_placement": "p.json"}
+BALANCED = {"enable_expert_parallel": True, "enable_eplb": True}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,41 @@ PLACED = {"enable_expert_parallel": True, "initial_placement": "p.json"}
             {"all2all_backend": "nccl"},
             r"all2all_backend \('nccl'\) must be one of None, 'shared_memory', 'gloo'",
             {"all2all_backend": "gloo"},
+        ),
+        (
+            {"enable_eplb": True},
+            "enable_eplb needs enable_expert_parallel.*switch it on",
+            BALANCED,
+        ),
+        (
+            {"enable_expert_parallel": True, "eplb_config": {"window_size": 5}},
+            r"eplb_config \({'window_size': 5}\) needs enable_eplb; switch it on or leave it out",
+            {**BALANCED, "eplb_config": {"window_size": 5}},
+        ),
+        (
+            {**BALANCED, "model_runner": "v1"},
+            "enable_eplb needs model_runner 'v2'",
+            {**BALANCED, "model_runner": "v2"},
+        ),
+        (
+            {"model_runner": "v1", "eplb_config": {}},
+            "eplb_config needs model_runner 'v2'",
+            {"model_runner": "v1", "eplb_config": None},
+        ),
+        (
+            {**BALANCED, "eplb_config": {"windowsize": 5}},
+            "'windowsize' is no key of eplb_config; did you mean window_size",
+            {**BALANCED, "eplb_config": {}},
+        ),
+        (
+            {**BALANCED, "num_redundant_experts": 2, "eplb_config": {"num_redundant_experts": 4}},
+            r"num_redundant_experts \(2\) and eplb_config's num_redundant_experts \(4\) are one setting; give it once",
+            {**BALANCED, "num_redundant_experts": 2},
+        ),
+        (
+            {**BALANCED, "eplb_config": [5]},
+            r"eplb_config \(\[5\]\) must be a mapping",
+            {**BALANCED, "eplb_config": {"num_redundant_experts": 2}},
         ),
     ],
 )

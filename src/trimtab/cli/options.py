@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from dataclasses import MISSING, field, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -101,7 +102,18 @@ def given(options: SamplingOptions | EngineOptions | None) -> dict[str, Any]:
     """The options that the user typed, by name."""
     if options is None:
         return {}
-    return {name: value for name, value in vars(options).items() if value is not None}
+    typed = {name: value for name, value in vars(options).items() if value is not None}
+    if "eplb_config" in typed:
+        typed["eplb_config"] = {key.replace("-", "_"): _value(text) for key, text in typed["eplb_config"].items()}
+    return typed
+
+
+def _value(text: Any) -> Any:
+    """A setting of any type arrives as text: numbers, true, false and null as JSON writes them, all else is text."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
 
 
 def engine_config(model: str, options: EngineOptions | None) -> EngineConfig:

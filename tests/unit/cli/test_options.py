@@ -94,3 +94,19 @@ def test_min_tokens_above_the_default_max_tokens_raises_it():
     assert sampling_params(None).max_tokens == DEFAULT_MAX_TOKENS
     sampling, _ = parse("--min-tokens", "300")
     assert sampling_params(sampling).max_tokens == 300
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--eplb-config", '{"window_size": 50, "min_gain": 0.5, "policy": "incremental", "log_balancedness": true}'],
+        [
+            "--eplb-config.window_size", "50", "--eplb-config.min-gain", "0.5",
+            "--eplb-config.policy", "incremental", "--eplb-config.log_balancedness", "true",
+        ],
+    ],
+)  # fmt: skip
+def test_settings_of_balancing_are_json_or_dotted_and_keep_their_types(argv):
+    _, engine = parse("--enable-eplb", "--enable-expert-parallel", *argv)
+    eplb = engine_config("m", engine).eplb
+    assert (eplb.window_size, eplb.min_gain, eplb.policy, eplb.log_balancedness) == (50, 0.5, "incremental", True)
