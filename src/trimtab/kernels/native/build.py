@@ -26,6 +26,7 @@ SOURCE_FLAGS: dict[str, tuple[str, ...]] = {
     "attention.cpp": (),
     "attention_avx2.cpp": ("-mavx2", "-mfma"),
     "attention_avx512.cpp": _AVX512_FLAGS,
+    "checksum.cpp": ("-mavx2", "-mfma"),
     "combine.cpp": ("-mavx2", "-mfma"),
     "dispatch.cpp": (),
     "exchange.cpp": (),
