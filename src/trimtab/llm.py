@@ -39,6 +39,7 @@ class LLM:
             self._parts: Parts = assemble(self.config, report)
         self.engine = self._parts.engine
         self._request_ids = itertools.count()
+        self._outputs: dict[str, RequestOutput] = {}  # what steps gave of running requests, until their caller takes it
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ class LLM:
                 if (failed := self._add(request_id, prompt, sampling)) is not None:
                     outputs[request_id] = failed
             with progress_bar("generating", shown=use_tqdm and stderr_is_terminal()) as report:
-                self._run(outputs, report, len(order))
+                self._run(order, outputs, report)
         return [outputs[request_id] for request_id in order]
 
     def chat(
@@ -89,12 +90,13 @@ class LLM:
         try:
             finished = False
             while not finished:
-                for output in self._step():
-                    if output.request_id == request_id:
-                        finished = output.finished
-                        yield output
+                if (output := self._outputs.pop(request_id, None)) is None:
+                    self._step()
+                else:
+                    finished = output.finished
+                    yield output
         finally:
-            self.engine.abort(request_id)
+            self._abort(request_id)
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         return self.stream(self.chat_prompt(messages), sampling_params)
@@ -210,17 +212,26 @@ class LLM:
             return RequestOutput(request_id, text, list(token_ids or []), completions, finished=True, error=str(error))
         return None
 
-    def _step(self) -> list[RequestOutput]:
-        """One whole step: Ctrl-C waits for its end, after which the engine can go on."""
+    def _step(self) -> None:
+        """One whole step, for all callers' requests: Ctrl-C waits for its end, after which the engine can go on."""
         with hold_interrupts():
-            return self.engine.step()
+            self._outputs.update((output.request_id, output) for output in self.engine.step())
 
-    def _run(self, outputs: dict[str, RequestOutput], report: Callable[[str, int, int], None], total: int) -> None:
-        while self.engine.has_unfinished:
-            for output in self._step():
-                if output.finished:
-                    outputs[output.request_id] = output
-                    report("requests", len(outputs), total)
+    def _abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._outputs.pop(request_id, None)
+
+    def _run(
+        self, order: list[str], outputs: dict[str, RequestOutput], report: Callable[[str, int, int], None]
+    ) -> None:
+        waiting = set(order).difference(outputs)
+        while waiting:
+            self._step()
+            for request_id in waiting.intersection(self._outputs):
+                if (output := self._outputs.pop(request_id)).finished:
+                    outputs[request_id] = output
+                    waiting.remove(request_id)
+                    report("requests", len(outputs), len(order))
 
     @contextmanager
     def _aborting_on_failure(self, request_ids: list[str]) -> Iterator[None]:
@@ -229,7 +240,7 @@ class LLM:
             yield
         except BaseException:
             for request_id in request_ids:
-                self.engine.abort(request_id)
+                self._abort(request_id)
             raise
 
 

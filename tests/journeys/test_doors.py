@@ -144,3 +144,20 @@ def test_damaged_files_beside_the_weights_are_named(tmp_path):
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"the tokenizer files of .* cannot be read"):
         LLM(str(path), **options)
+
+
+def test_streams_that_are_read_in_turns_each_get_their_own_outputs(llm: LLM) -> None:
+    """The step that one of them asks for brings all on: what it gave the others waits for them."""
+    few, many = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (3, 6))
+    alone = [output.outputs[0].token_ids for output in llm.generate(["ab", "cd"], [few, many], use_tqdm=False)]
+    short, long = llm.stream("ab", few), llm.stream("cd", many)
+    next(short)
+    *_, last_long = long  # ends both requests
+    [between] = llm.generate(["ab"], few, use_tqdm=False)
+    *_, last_short = short
+    assert [last_short.outputs[0].token_ids, last_long.outputs[0].token_ids] == alone
+    assert between.outputs[0].token_ids == alone[0]
+    abandoned = llm.stream("ab", many)
+    next(abandoned)
+    abandoned.close()
+    assert not llm.engine.has_unfinished and not llm._outputs
