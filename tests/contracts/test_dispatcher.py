@@ -20,6 +20,7 @@ from trimtab.experts.data.dispatch.local import LocalDispatcher
 from trimtab.experts.data.kernels.base import ExpertKernel, in_place_experts
 from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
+from trimtab.experts.data.load_recorder import SlotLoadRecorder
 from trimtab.experts.data.moe_layer import MoELayer
 from trimtab.experts.data.routing_table import RoutingTable
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors, make_activation
@@ -256,6 +257,36 @@ def test_padding_sends_nothing_and_costs_the_last_expert_nothing(
     ranks.run(build(name, num_ranks, num_sharing, tmp_path), [step])
     computed = [rank * kernel.num_slots + slot for rank, kernel in enumerate(ranks.kernels) for slot in kernel.slots]
     assert sorted(computed) == sorted(wanted)
+
+
+@every_layout
+def test_rule_04_recorded_load_is_real_tokens_times_top_k_whatever_is_shared(
+    name: str, num_ranks: int, num_sharing: int, tmp_path: Path
+) -> None:
+    """Over all ranks each pair is counted once, by its expert; idle ranks and padding add nothing (B04, B30)."""
+    ranks = Ranks(num_ranks, num_sharing, *SERVING, redundant=4)
+    generator = torch.Generator().manual_seed(SEED + 4)
+    groups = num_ranks // num_sharing
+    opener = build(name, num_ranks, num_sharing, tmp_path)
+    steps = [[batch((step + 3 * group) % 8, ranks.dtype, generator, 0.2) for group in range(groups)] for step in (0, 5)]
+
+    def work(rank: int) -> Tensor:
+        layer = ranks.layer(rank, opener(rank))
+        recorder = SlotLoadRecorder(ranks.placement, RankPlace(rank, num_ranks, num_sharing))
+        recorder.attach([layer])
+        for step in steps:
+            recorder.begin_step(True)
+            tokens = step[rank // num_sharing]
+            if len(tokens[0]):
+                assert torch.equal(layer.forward(*tokens), ranks.oracle(*tokens)), "recording changes no bit"
+            else:
+                layer.forward_idle()
+        return torch.from_numpy(recorder.fold(ranks.placement))
+
+    counted = torch.stack(run_ranks(num_ranks, work)).sum(0)[0]
+    chosen = torch.cat([ids.flatten() for step in steps for _, ids, _ in step])
+    assert torch.equal(counted, chosen[chosen >= 0].bincount(minlength=NUM_EXPERTS))
+    assert counted.sum() > 0 and (chosen < 0).any()
 
 
 @pytest.mark.parametrize("name", [name for name, (_, layouts) in DISPATCHERS.items() if (4, 4) in layouts])

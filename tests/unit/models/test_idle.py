@@ -30,7 +30,11 @@ class Watched(LocalDispatcher):
 
 class Refusing:
     def record(self, ordinal: int, ids: Tensor) -> None:
-        raise AssertionError("an idle rank has nothing to capture and no load")
+        raise AssertionError("an idle rank has nothing to capture")
+
+
+def refuse(ids: Tensor) -> Tensor:
+    raise AssertionError("an idle rank has no load")
 
 
 def test_an_idle_step_calls_each_layer_once_in_order_with_no_rows_and_no_network() -> None:
@@ -39,8 +43,9 @@ def test_an_idle_step_calls_each_layer_once_in_order_with_no_rows_and_no_network
     for ordinal, top_k in enumerate((1, 3, 2)):
         layer = MoELayer(
             ordinal, ordinal, 4, top_k, shape, make_expert_kernel(shape, 4, torch.float32),
-            RoutingTable(Placement.identity(Topology(4), 3), ordinal), dispatcher, Refusing(), Refusing(),
+            RoutingTable(Placement.identity(Topology(4), 3), ordinal), dispatcher, Refusing(),
         )  # fmt: skip
+        layer.look_up = refuse
         layers.append(layer)
     model = LanguageModel(None, None, layers)  # type: ignore[arg-type]
     model.forward_idle()

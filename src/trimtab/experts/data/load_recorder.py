@@ -1,20 +1,112 @@
-"""Where the load of a rank's slots is counted: after the look-up, in slot ids."""
+"""The load of one rank's tokens: counted per slot while they are looked up, folded to experts when it is asked for.
+
+Each pair of a token and a slot is counted once over all ranks: by the rank that owns the token, before anything is
+dispatched. Imported only where experts are balanced; else a layer looks up and nothing counts.
+"""
+
+# T tokens  K top-k  L MoE layers  E experts  P slots
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from trimtab.experts.data.dispatch.base import RankPlace
+from trimtab.experts.data.map_and_record import map_and_record
+from trimtab.experts.data.routing_table import RoutingTable
+from trimtab.experts.placement import IntArray, Placement
 
-class LoadRecorder(Protocol):
-    """Counts each layer's slot ids [T, K] of the tokens this rank owns; -1 is padding and no load."""
 
-    def record(self, ordinal: int, slot_ids: Tensor) -> None: ...
+class LoadCollectionPhase(StrEnum):
+    """Which batches a rank's load is counted of; a batch with any prompt token is prefill, every other one decode."""
+
+    ALL = "all"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    def counts(self, *, is_prefill: bool) -> bool:
+        """The one decision of a batch, for all its layers."""
+        return self in (LoadCollectionPhase.ALL, self.PREFILL if is_prefill else self.DECODE)
 
 
-class NoLoadRecorder:
-    """Recording that is off."""
+class RecordedLayer(Protocol):
+    """A layer whose look-up can be exchanged for one that counts."""
 
-    def record(self, ordinal: int, slot_ids: Tensor) -> None:
-        return None
+    routing_table: RoutingTable
+    look_up: Callable[[Tensor], Tensor]
+
+
+class SlotLoadRecorder:
+    """Counts, in slot ids, the pairs of the tokens that this rank owns.
+
+    1. `attach` once: the layers look up and count in one operation from then on. 2. `begin_step` before each forward.
+    3. `fold` under the placement that was in force since the last fold: before a layer's placement changes, and when
+    the load is reported. Nothing counts before the first step; a forward that warms up later runs in `paused` (B26).
+
+    Called on: the runner's thread. All tensors keep their identity, also inside a traced network.
+    """
+
+    def __init__(self, placement: Placement, place: RankPlace, device: torch.device | str = "cpu") -> None:
+        num_layers, num_slots = placement.slot_to_expert.shape
+        self.place = place
+        self.counts = torch.zeros(num_layers, num_slots, dtype=torch.int64, device=device)
+        self.counted = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first_position = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def attach(self, layers: Sequence[RecordedLayer]) -> None:
+        """`layers` by ordinal."""
+        assert len(layers) == len(self.counts), f"{len(layers)} layers given, {len(self.counts)} have a placement"
+        for layer, counts in zip(layers, self.counts.unbind(), strict=True):
+            layer.look_up = RecordingLookUp(layer.routing_table.slots, counts, self)
+
+    def begin_step(self, counted: bool) -> None:
+        """Whether the forward that follows is counted. All ranks, each forward: ranks that share tokens must start at
+        the same replica, one further with every step, so that a single token's replicas take turns as well."""
+        self.counted.fill_(counted)
+        self.first_position.add_(1)
+
+    def fold(self, placement: Placement) -> IntArray:
+        """int64 [L, E]: pairs counted since the last fold, by the experts that were in the slots; counting starts anew.
+
+        Waits for the device.
+        """
+        counts = self.counts.cpu().numpy()
+        folded = np.zeros((placement.num_layers, placement.topology.num_experts), dtype=np.int64)
+        layers = np.arange(placement.num_layers)[:, None]
+        np.add.at(folded, (layers, placement.slot_to_expert), counts)
+        self.counts.zero_()
+        return folded
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forwards in here, real in all but their tokens, count nothing; then the step before goes on as it was."""
+        before = self.counted.clone()
+        self.counted.zero_()
+        try:
+            yield
+        finally:
+            self.counted.copy_(before)
+
+
+class RecordingLookUp:
+    """One layer's `look_up`: expert_ids [T, K] -> slot ids [T, K], counted on the way."""
+
+    def __init__(self, slots: Tensor, counts: Tensor, recorder: SlotLoadRecorder) -> None:
+        self._slots = slots
+        self._counts = counts
+        self._place = recorder.place
+        self._first_position = recorder.first_position
+        self._counted = recorder.counted
+
+    def __call__(self, expert_ids: Tensor) -> Tensor:
+        owned = self._place.share(expert_ids.shape[0], self._place.rank)
+        slot_ids: Tensor = map_and_record(
+            expert_ids, self._slots, self._first_position, self._counts, self._counted, owned.start, owned.stop
+        )
+        return slot_ids

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,9 @@ from trimtab.experts.data.capture import Capture, NoCapture
 from trimtab.experts.data.dispatch.base import Dispatcher
 from trimtab.experts.data.dispatch.local import LocalDispatcher
 from trimtab.experts.data.kernels.base import ExpertKernel
-from trimtab.experts.data.load_recorder import LoadRecorder, NoLoadRecorder
 from trimtab.experts.data.routing_table import RoutingTable
 from trimtab.experts.formats.base import ExpertShape
+from trimtab.experts.placement import Placement
 
 
 class MoELayer:
@@ -30,7 +32,6 @@ class MoELayer:
         routing_table: RoutingTable,
         dispatcher: Dispatcher | None = None,
         capture: Capture | None = None,
-        load_recorder: LoadRecorder | None = None,
     ) -> None:
         self.ordinal = ordinal
         self.layer_id = layer_id
@@ -41,16 +42,21 @@ class MoELayer:
         self.routing_table = routing_table
         self.dispatcher = dispatcher or LocalDispatcher()
         self.capture = capture or NoCapture()
-        self.load_recorder = load_recorder or NoLoadRecorder()
+        # Where load is recorded, the recorder puts a look-up here that counts what it maps.
+        self.look_up: Callable[[Tensor], Tensor] = routing_table.look_up
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, gate_weights: Tensor) -> Tensor:
         """hidden [T, H], expert_ids [T, K] int64, gate_weights [T, K] -> [T, H]; ids of -1 contribute nothing (B20)."""
         self.capture.record(self.ordinal, expert_ids)
-        slot_ids = self.routing_table.look_up(expert_ids)
-        self.load_recorder.record(self.ordinal, slot_ids)
+        slot_ids = self.look_up(expert_ids)
         return self.dispatcher.run_experts(self.kernel, hidden, slot_ids, gate_weights)
 
     __call__ = forward
+
+    def refresh(self, placement: Placement) -> None:
+        """The look-up follows this layer of `placement` from the next forward on; the kernel's slots must hold it by
+        then. Called on: the runner's thread, between forwards."""
+        self.routing_table.refresh(placement, self.ordinal)
 
     def forward_idle(self) -> None:
         """This rank's part in the layer while it has no tokens of its own: others may have some for its experts."""

@@ -33,6 +33,7 @@ SOURCE_FLAGS: dict[str, tuple[str, ...]] = {
     "layers.cpp": (),
     "layout.cpp": (),
     "norm.cpp": (),
+    "routing.cpp": (),
     "self_test.cpp": (),
     "kernels_avx2.cpp": ("-mavx2", "-mfma"),
     "kernels_avx512.cpp": _AVX512_FLAGS,

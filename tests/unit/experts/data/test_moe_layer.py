@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
 from trimtab.experts.data.capture import ExpertUsage
+from trimtab.experts.data.dispatch.base import RankPlace
 from trimtab.experts.data.kernels import make_expert_kernel
+from trimtab.experts.data.kernels.base import ExpertKernel
+from trimtab.experts.data.load_recorder import SlotLoadRecorder
 from trimtab.experts.data.moe_layer import MoELayer
 from trimtab.experts.data.routing_table import RoutingTable
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors, make_activation
@@ -30,7 +36,7 @@ def make_layer(placement: Placement, layer: int = 0) -> MoELayer:
 
 
 class Recorder:
-    """Keeps what it is given: stands in for capture and for the load recorder."""
+    """Keeps what it is given: stands in for capture."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, list[list[int]]]] = []
@@ -45,13 +51,26 @@ def tokens(num_tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(num_tokens, 32, generator=generator), ids, torch.rand(num_tokens, 2, generator=generator)
 
 
-def test_capture_sees_experts_and_the_load_recorder_sees_slots() -> None:
-    layer = make_layer(Placement(Topology(4, 1), [[3, 2, 1, 0, 3]]))
-    capture, load = Recorder(), Recorder()
-    layer.capture, layer.load_recorder = capture, load
+def test_rule_02_experts_are_selected_once_and_compute_receives_slot_ids() -> None:
+    """Capture sees the router's logical ids, the kernel slots, and nobody router logits."""
+    placement = Placement(Topology(4, 1), [[3, 2, 1, 0, 3]])
+    layer = make_layer(placement)
+    capture, dispatched = Recorder(), Recorder()
+    layer.capture = capture
+    recorder = SlotLoadRecorder(placement, RankPlace())
+    recorder.attach([layer])
+    recorder.begin_step(True)
+    run_experts = layer.dispatcher.run_experts
+
+    def run(kernel: ExpertKernel, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
+        dispatched.record(0, slot_ids)
+        return run_experts(kernel, hidden, slot_ids, gate_weights)
+
+    layer.dispatcher.run_experts = run  # type: ignore[method-assign]
     layer.forward(torch.zeros(3, 32), torch.tensor([[0, 3], [3, -1], [-1, -1]]), torch.ones(3, 2))
     assert capture.seen == [(0, [[0, 3], [3, -1], [-1, -1]])]
-    assert load.seen == [(0, [[3, 0], [4, -1], [-1, -1]])]
+    assert dispatched.seen == [(0, [[3, 4], [0, -1], [-1, -1]])], "expert 3 lives in slots 0 and 4"
+    assert recorder.counts.tolist() == [[1, 0, 0, 1, 1]]
 
 
 def test_outputs_do_not_depend_on_where_experts_live() -> None:
@@ -63,11 +82,32 @@ def test_outputs_do_not_depend_on_where_experts_live() -> None:
     assert torch.equal(replicated.forward(*tokens()), plain)
 
 
-def test_a_layer_without_recorders_gives_the_same_bits() -> None:
-    """Rule 13: off means absent."""
-    bare, observed = (make_layer(Placement.identity(Topology(4), 1)) for _ in range(2))
-    observed.capture, observed.load_recorder = Recorder(), Recorder()
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [2, 0, 3, 1]])
+def test_rule_13_a_layer_without_recorder_gives_the_same_bits(slots: list[int]) -> None:
+    placement = Placement(Topology(4), [slots])
+    bare, observed = make_layer(placement), make_layer(placement)
+    observed.capture = Recorder()
+    recorder = SlotLoadRecorder(placement, RankPlace())
+    recorder.attach([observed])
+    recorder.begin_step(True)
     assert torch.equal(bare.forward(*tokens()), observed.forward(*tokens()))
+    assert recorder.counts.sum() == 12, "the other one counted"
+    assert bare.look_up == bare.routing_table.look_up
+
+
+def test_rule_13_off_means_absent_no_recorder_is_imported() -> None:
+    check = (
+        "import sys, trimtab.experts.data.moe_layer, trimtab.models.loading, trimtab.runner.model_runner\n"
+        "found = [m for m in ('load_recorder', 'map_and_record') if f'trimtab.experts.data.{m}' in sys.modules]\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
+def test_a_refresh_makes_the_layer_follow_its_row_of_the_placement() -> None:
+    layer = make_layer(Placement(Topology(3), [[0, 1, 2], [2, 0, 1]]), 1)
+    layer.refresh(Placement(Topology(3), [[0, 1, 2], [1, 2, 0]]))
+    assert layer.look_up(torch.tensor([[0, 1], [2, -1]])).tolist() == [[2, 0], [1, -1]]
 
 
 def test_no_tokens_pass_through_the_whole_story() -> None:
