@@ -78,6 +78,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    return_routed_experts: bool | None = None  # None: where the engine stores them (enable_return_routed_experts)
+    routed_experts_prompt_start: int = 0  # rows begin at this position of the prompt
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N, "ask for at least one completion")
@@ -124,6 +126,17 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _integer(name, value, 0, MAX_LOGPROBS, "None leaves them out")
+        if not isinstance(self.return_routed_experts, bool | None):
+            raise ValueError(
+                f"return_routed_experts ({self.return_routed_experts!r}) must be true or false; leave it out to get "
+                "them where the engine stores them"
+            )
+        start = self.routed_experts_prompt_start
+        _integer("routed_experts_prompt_start", start, 0, 2**31 - 1, "0 returns the whole prompt's rows")
+        if start and self.return_routed_experts is False:
+            raise ValueError(
+                f"routed_experts_prompt_start ({start}) needs return_routed_experts; switch it on or set 0"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -17,7 +17,15 @@ class RequestLimits:
     Raises ValueError where the KV cache cannot hold one request of `max_model_len` tokens.
     """
 
-    def __init__(self, scheduler: SchedulerConfig, kv_cache: KVCacheConfig, vocab_size: int) -> None:
+    def __init__(
+        self,
+        scheduler: SchedulerConfig,
+        kv_cache: KVCacheConfig,
+        vocab_size: int,
+        *,
+        stores_routed_experts: bool = False,
+    ) -> None:
+        self.stores_routed_experts = stores_routed_experts
         self.max_model_len = scheduler.max_model_len
         self.vocab_size = vocab_size
         longest = longest_request(kv_cache, scheduler.max_num_batched_tokens, self.max_model_len)
@@ -48,6 +56,7 @@ class RequestLimits:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(sampling, name)) is not None and count > self.vocab_size:
                 raise ValueError(f"{name} ({count}) must be at most {self.vocab_size}, the vocabulary's size; lower it")
+        self._check_routed_experts(len(prompt), sampling)
         return prompt
 
     def max_total_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
@@ -55,6 +64,20 @@ class RequestLimits:
         if sampling.max_tokens is None:
             return self.max_model_len
         return min(num_prompt_tokens + sampling.max_tokens, self.max_model_len)
+
+    def _check_routed_experts(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        start = sampling.routed_experts_prompt_start
+        if not self.stores_routed_experts and (sampling.return_routed_experts or start):
+            name = "return_routed_experts" if sampling.return_routed_experts else "routed_experts_prompt_start"
+            raise ValueError(
+                f"{name} ({getattr(sampling, name)}) needs an engine with enable_return_routed_experts; this one "
+                "captures none: start it with that option or leave this out"
+            )
+        if start > num_prompt_tokens:
+            raise ValueError(
+                f"routed_experts_prompt_start ({start}) must be in [0, {num_prompt_tokens}], the prompt's length; "
+                "lower it"
+            )
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

@@ -14,11 +14,15 @@ from trimtab.plan import TokenLogprobs
 
 
 class Completion:
-    """One sequence's text and log-probabilities so far. `decoder` None: no text is made."""
+    """One sequence's text and log-probabilities so far. `decoder` None: no text is made.
 
-    def __init__(self, request: Request, decoder: Decoder | None) -> None:
+    `streaming`: outputs bring the routed experts known so far, and not the last one alone.
+    """
+
+    def __init__(self, request: Request, decoder: Decoder | None, streaming: bool = False) -> None:
         sampling = request.sampling
         self.request = request
+        self.streaming = streaming
         self.text = ""
         self.logprobs: list[dict[int, Logprob]] | None = None if sampling.logprobs is None else []
         self.cumulative_logprob: float | None = None if sampling.logprobs is None else 0.0
@@ -66,7 +70,7 @@ class Completion:
         text = self.text
         if not request.finished and (held := self._stop.num_held_back(text[self._searched_from :])):
             text = text[:-held]
-        return CompletionOutput(
+        output = CompletionOutput(
             index=index,
             text=text,
             token_ids=request.token_ids[request.num_prompt_tokens :],
@@ -75,6 +79,9 @@ class Completion:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
+        if request.routed_rows is not None and (self.streaming or request.finished):
+            output.routed_experts, output.routed_experts_meta = request.routed_rows.output(writable=request.finished)
+        return output
 
     def _add_text(self, delta: str) -> str | None:
         self.text += delta

@@ -41,6 +41,10 @@ class DataParallelScheduler:
     ) -> None:
         self.ranks[request.dp_rank].finish(request, reason, stop_reason=stop_reason, error=error)
 
+    def freeze_rows(self, request: Request) -> None:
+        """Copies to the request the routed experts of what is computed of it."""
+        self.ranks[request.dp_rank].row_store.freeze(request)
+
     def schedule(self) -> list[StepPlan] | None:
         plans = [rank.schedule(self._step_id) for rank in self.ranks]
         if all(plan is None for plan in plans):

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.engine.admission import RequestLimits
 from trimtab.engine.completion import Completion, UserRequest
@@ -16,13 +16,17 @@ from trimtab.engine.data_parallel import DataParallelScheduler
 from trimtab.engine.detokenizer import Decoder, Tokenizer
 from trimtab.engine.kv_cache import KVCacheAllocator
 from trimtab.engine.request import Request, spawn
-from trimtab.engine.scheduler import Progress, Scheduler
+from trimtab.engine.scheduler import Progress, RowStore, Scheduler
 from trimtab.engine.stats import rank_stats, total_stats
 from trimtab.engine.stop import bad_word_token_ids
 from trimtab.experts.ports import Command, Report
+from trimtab.experts.routed_experts import RoutedExpertsLayout
 from trimtab.outputs import RequestMetrics, RequestOutput
 from trimtab.plan import Executor, KVCacheConfig, PendingStep, StepPlan
 from trimtab.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from trimtab.engine.routed_experts import FrozenRows
 
 
 class EngineDeadError(RuntimeError):
@@ -70,7 +74,8 @@ class Engine:
        `has_work`, a step brings the experts on their way further.
     3. `abort` ends a request early and gives its last output.
 
-    The limits of `scheduler` and the blocks of `kv_cache` are those of each data-parallel rank.
+    The limits of `scheduler` and the blocks of `kv_cache` are those of each data-parallel rank. With `routed_experts`,
+    the form in which workers capture them, outputs say which experts each token used.
     """
 
     def __init__(
@@ -87,13 +92,14 @@ class Engine:
         seed: int = 0,
         weights_version: str = "",
         balancer: Balancer | None = None,
+        routed_experts: RoutedExpertsLayout | None = None,
     ) -> None:
         cache = cache or CacheConfig(block_size=kv_cache.block_size)
         self.executor = executor
         self.tokenizer = tokenizer
         # The Rust tokenizer behind a transformers one decodes a step's few tokens three times as fast.
         self._decoder: Decoder | None = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self.limits = RequestLimits(scheduler, kv_cache, vocab_size)
+        self.limits = RequestLimits(scheduler, kv_cache, vocab_size, stores_routed_experts=routed_experts is not None)
         self.async_depth = scheduler.async_depth
         allocators = [
             KVCacheAllocator(
@@ -104,7 +110,13 @@ class Engine:
             )
             for _ in range(data_parallel_size)
         ]
-        self.scheduler = DataParallelScheduler([Scheduler(scheduler, allocator) for allocator in allocators])
+        self.routed_experts = routed_experts
+        self.scheduler = DataParallelScheduler(
+            [
+                Scheduler(scheduler, allocator, _row_store(routed_experts, kv_cache, allocator))
+                for allocator in allocators
+            ]
+        )
         self.balancer = balancer or NoBalancer()
         self.in_flight: deque[tuple[list[StepPlan], PendingStep]] = deque()
         self._eos_token_ids = eos_token_ids
@@ -156,11 +168,14 @@ class Engine:
         prompt_text: str | None = None,
         cache_salt: str | None = None,
         data_parallel_rank: int | None = None,
+        streaming: bool = False,
     ) -> None:
         """Queues a prompt: text (needs a tokenizer) or token ids, whose text may be given for the record.
 
         Raises ValueError for what cannot run; other requests are not touched. Without a tokenizer outputs have token
         ids and no text. `data_parallel_rank` None: the rank with the fewest unfinished sequences.
+        `streaming`: every output, not the last one alone, brings the routed experts so far. Its rows stay as they are
+        and more follow, so what came new since the last output is what lies behind that one's length.
         """
         self.check_health()
         if request_id in self._requests:
@@ -190,7 +205,7 @@ class Engine:
             cache_salt=cache_salt,
             max_total_tokens=self.limits.max_total_tokens(len(prompt_token_ids), sampling),
         )
-        self._queue(request, text, data_parallel_rank)
+        self._queue(request, text, data_parallel_rank, streaming)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request with finish_reason "abort", frees its blocks and returns its last output.
@@ -248,9 +263,11 @@ class Engine:
             raise ValueError(f"prompt ({prompt[:40]!r}) is text and this engine has no tokenizer; give token ids")
         return self.tokenizer.encode(prompt) if prompt else []
 
-    def _queue(self, request: Request, text: str | None, rank: int | None) -> None:
+    def _queue(self, request: Request, text: str | None, rank: int | None, streaming: bool) -> None:
         decoder = self._decoder if request.sampling.detokenize else None
-        completions = [Completion(sequence, decoder) for sequence in spawn(request)]
+        completions = [Completion(sequence, decoder, streaming) for sequence in spawn(request)]
+        for completion in completions:
+            completion.request.routed_rows = _frozen_rows(self.routed_experts, request.sampling)
         metrics = RequestMetrics(arrival_s=time.monotonic())
         user_request = UserRequest(request.request_id, text, request.prompt_token_ids, completions, metrics)
         self._requests[request.request_id] = user_request
@@ -266,6 +283,7 @@ class Engine:
             user_request, completion = self._completions[part.request]
             if (stop_string := completion.take(part)) is not None:
                 self._stop_at(completion, stop_string)
+            self._freeze_rows(completion)
             if part.token_id is not None:
                 user_request.note_token()
             if part.token_id is not None or part.request.finished:
@@ -277,6 +295,17 @@ class Engine:
             completion.request.finish("stop", stop_reason=stop_string)
         else:
             self.scheduler.finish(completion.request, "stop", stop_reason=stop_string)
+
+    def _freeze_rows(self, completion: Completion) -> None:
+        """Rows that were not captured fail a request that returns them: nothing else may stand in for them."""
+        request = completion.request
+        if completion.streaming and not request.finished:
+            self.scheduler.freeze_rows(request)
+        if request.routed_rows is not None and request.routed_rows.gap and request.finish_reason != "error":
+            if request.finished:
+                request.finish("error", error=request.routed_rows.gap)
+            else:
+                self._finish(completion, "error", request.routed_rows.gap)
 
     def _finish(self, completion: Completion, reason: str, error: str | None = None) -> None:
         if not completion.request.finished:
@@ -307,3 +336,22 @@ class Engine:
                 self._finish(completion, "error", error=f"the engine stopped: {cause!r}")
             outputs.append(self._collect(user_request))
         return outputs
+
+
+def _row_store(
+    layout: RoutedExpertsLayout | None, kv_cache: KVCacheConfig, allocator: KVCacheAllocator
+) -> RowStore | None:
+    if layout is None:
+        return None
+    from trimtab.engine.routed_experts import RoutedExpertsStore  # off means absent
+
+    return RoutedExpertsStore(layout, kv_cache, allocator.pool)
+
+
+def _frozen_rows(layout: RoutedExpertsLayout | None, sampling: SamplingParams) -> FrozenRows | None:
+    """Room for the rows of a sequence that returns them."""
+    if layout is None or sampling.return_routed_experts is False:
+        return None
+    from trimtab.engine.routed_experts import FrozenRows
+
+    return FrozenRows(layout, sampling.routed_experts_prompt_start)

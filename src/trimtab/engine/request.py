@@ -13,6 +13,7 @@ from trimtab.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from trimtab.engine.block_pool import BlockContent
+    from trimtab.engine.routed_experts import FrozenRows
 
 
 class RequestStatus(enum.Enum):
@@ -64,6 +65,7 @@ class Request:
     num_left_behind: list[int] = field(default_factory=list)  # per group: leading blocks a sliding window gave up
     contents: list[BlockContent] = field(default_factory=list)  # root, then one per full block of known tokens
     num_published: int = 0  # full blocks offered to the prefix cache
+    routed_rows: FrozenRows | None = None  # of a request that returns them; written by the rank's row store only
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

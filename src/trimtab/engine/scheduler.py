@@ -10,12 +10,14 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from trimtab.engine.config import SchedulerConfig
 from trimtab.engine.kv_cache import KVCacheAllocator
 from trimtab.engine.request import Request, RequestStatus
-from trimtab.plan import OpenRow, ScheduledRow, StepOutput, StepPlan, TokenLogprobs
+from trimtab.plan import OpenRow, RoutedRows, ScheduledRow, StepOutput, StepPlan, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -29,12 +31,48 @@ class Progress:
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
-@dataclass(slots=True)
-class _Launched:
+@dataclass(slots=True, eq=False)
+class Part:
     """A request's part in a step in flight."""
 
     request: Request
     scheduled: ScheduledRow
+
+
+class RowStore(Protocol):
+    """Keeps what the tokens of a rank's requests chose; see `trimtab.engine.routed_experts`."""
+
+    weights_version: int  # of the steps launched from now on
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def launch(self, step_id: int, parts: Sequence[Part]) -> None: ...
+
+    def store(self, step_id: int, routed: RoutedRows | None) -> None: ...
+
+    def freeze(self, request: Request) -> None: ...
+
+    def freeze_arrived(self, part: Part) -> None: ...
+
+
+class NoRowStore:
+    """Nobody wants to know."""
+
+    weights_version = 0
+    num_bytes = 0
+
+    def launch(self, step_id: int, parts: Sequence[Part]) -> None:
+        pass
+
+    def store(self, step_id: int, routed: RoutedRows | None) -> None:
+        pass
+
+    def freeze(self, request: Request) -> None:
+        pass
+
+    def freeze_arrived(self, part: Part) -> None:
+        pass
 
 
 class Scheduler:
@@ -45,16 +83,17 @@ class Scheduler:
     3. `advance` takes the output of the oldest plan in flight: accepts tokens, finds ends, publishes full blocks.
     """
 
-    def __init__(self, config: SchedulerConfig, allocator: KVCacheAllocator) -> None:
+    def __init__(self, config: SchedulerConfig, allocator: KVCacheAllocator, row_store: RowStore | None = None) -> None:
         self.config = config
         self.allocator = allocator
+        self.row_store = row_store or NoRowStore()
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []  # guarded ones first, then by arrival: the last one is preempted first
         self.num_preemptions = 0
         self._arrivals = 0
         self._free_rows = list(range(config.max_num_seqs))
         self._rows_to_close: list[int] = []
-        self._launched: dict[int, list[_Launched]] = {}  # step id -> parts
+        self._launched: dict[int, list[Part]] = {}  # step id -> parts
 
     @property
     def num_unfinished(self) -> int:
@@ -75,7 +114,7 @@ class Scheduler:
 
     def schedule(self, step_id: int) -> StepPlan | None:
         plan = StepPlan(step_id)
-        parts: list[_Launched] = []
+        parts: list[Part] = []
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(plan, parts, self.config.max_num_batched_tokens)
         if self.num_preemptions == num_preemptions:  # else the blocks just taken would go to the next in line
@@ -84,12 +123,14 @@ class Scheduler:
             return None  # rows to close stay noted for the next plan
         plan.close_rows, self._rows_to_close = self._rows_to_close, []
         self._launched[plan.step_id] = parts
+        self.row_store.launch(step_id, parts)
         return plan
 
     def advance(self, plan: StepPlan, output: StepOutput) -> list[Progress]:
         """Takes one step's output, in the order of the plans. Requests it finishes have left the scheduler."""
         assert output.step_id == plan.step_id, f"output of step {output.step_id} taken for step {plan.step_id}"
         progress: list[Progress] = []
+        self.row_store.store(plan.step_id, output.routed_experts)
         for part in self._launched.pop(plan.step_id):
             request, scheduled = part.request, part.scheduled
             request.num_in_flight -= 1
@@ -105,7 +146,7 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
-    def _schedule_running(self, plan: StepPlan, parts: list[_Launched], budget: int) -> int:
+    def _schedule_running(self, plan: StepPlan, parts: list[Part], budget: int) -> int:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -129,7 +170,7 @@ class Scheduler:
                 return None
         return new_blocks
 
-    def _schedule_waiting(self, plan: StepPlan, parts: list[_Launched], budget: int) -> None:
+    def _schedule_waiting(self, plan: StepPlan, parts: list[Part], budget: int) -> None:
         held_back: list[Request] = []
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
@@ -218,25 +259,27 @@ class Scheduler:
         samples: bool,
         new_blocks: tuple[list[int], ...],
         plan: StepPlan,
-        parts: list[_Launched],
+        parts: list[Part],
     ) -> None:
         assert request.row is not None, f"request {request.request_id} runs without a row"
         scheduled = ScheduledRow(request.row, request.num_planned, num_tokens, samples, new_blocks)
         plan.scheduled.append(scheduled)
-        parts.append(_Launched(request, scheduled))
+        parts.append(Part(request, scheduled))
         request.num_planned += num_tokens
         request.num_unseen_tokens += samples
         request.num_in_flight += 1
 
     # -- results and ends ----------------------------------------------------------------------------------------------
 
-    def _accept(self, part: _Launched, output: StepOutput) -> Progress:
+    def _accept(self, part: Part, output: StepOutput) -> Progress:
         request, scheduled = part.request, part.scheduled
         if request.status is RequestStatus.RUNNING:
             # Preempted meanwhile, it holds no blocks; it takes new ones only when none of its steps is in flight.
             # All tokens before this position are accepted: a block that is full now holds what its hash will say.
             request.num_computed = scheduled.start + scheduled.num_tokens
             self.allocator.publish(request)
+        else:
+            self.row_store.freeze_arrived(part)
         progress = Progress(request, prompt_start=scheduled.start)
         progress.prompt_logprobs = output.prompt_logprobs.get(scheduled.row)
         if scheduled.samples:
@@ -266,6 +309,7 @@ class Scheduler:
                 self.waiting.remove(request)
             return
         self.running.remove(request)
+        self.row_store.freeze(request)
         self.allocator.release(request)
         self._rows_to_close.append(request.row)
         heapq.heappush(self._free_rows, request.row)
