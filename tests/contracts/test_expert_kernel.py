@@ -291,7 +291,7 @@ def test_a_slot_gives_back_the_expert_it_was_given(name: str, dtype: torch.dtype
         found = kernel.read_slot(slot).tensors()
         assert found.keys() == expert.tensors().keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in expert.tensors().items())
-    assert kernel.slot_bytes >= sum(tensor.nbytes for tensor in experts[0].tensors().values())
+    assert kernel.slot_nbytes >= sum(tensor.nbytes for tensor in experts[0].tensors().values())
 
 
 @every_kernel

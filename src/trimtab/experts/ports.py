@@ -167,8 +167,11 @@ class SlotStorage(Protocol):
     slot_nbytes: int
     layout: str  # format, shape and packing; compared between all layers and ranks at start
 
-    def export_slot(self, slot: int, out: Tensor) -> None:
-        """Writes the bytes the kernel reads into out uint8 [slot_nbytes]. Called on: the mover's thread."""
+    def export_slot(self, slot: int, out: Tensor) -> int:
+        """Writes the bytes the kernel reads into out uint8 [slot_nbytes], every one -> `checksum` of what was written.
+
+        Called on: the mover's thread.
+        """
         ...
 
     def prepare(self, data: Tensor) -> PreparedSlot:

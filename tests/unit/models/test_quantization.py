@@ -26,7 +26,7 @@ def test_int8_experts_compute_what_their_rounded_weights_say(tmp_path) -> None:
     per value and so a few percent of the output's size at most."""
     path = make_tiny_checkpoint(tmp_path, dtype="bfloat16")
     layer = load_model(read_spec(path, quantization="int8")).moe_layers[0]
-    assert layer.kernel.slot_bytes < load_model(read_spec(path)).moe_layers[0].kernel.slot_bytes
+    assert layer.kernel.slot_nbytes < load_model(read_spec(path)).moe_layers[0].kernel.slot_nbytes
     torch.manual_seed(0)
     hidden = torch.randn(40, 64)
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(40)])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from trimtab.kernels.checksum import copy_with_checksum
 from trimtab.kernels.native.library import (
     SCALARS,
     Format,
@@ -66,7 +67,7 @@ class NativeMoe:
         self.num_slots = num_slots
         self.weight_format = weight_format
         self._geometry = (int(weight_format), shape.hidden_size, shape.intermediate_size, int(shape.has_gate))
-        self.slot_bytes: int = self._core.slot_bytes(*self._geometry)
+        self.slot_bytes = slot_nbytes(kernels, shape, weight_format)
         self.slots = torch.empty(num_slots, self.slot_bytes, dtype=torch.uint8)
         self._core.advise_huge_pages(self.slots.data_ptr(), self.slots.nbytes)
         self.slot_table = torch.zeros(num_slots, dtype=torch.int64)  # address of each loaded slot, 0 while empty
@@ -119,6 +120,16 @@ class NativeMoe:
             *self._geometry, gate_up, gate_up_bias, gate_up_scale, down, down_bias, down_scale, source
         )
         return MoeWeights(*tensors)  # type: ignore[arg-type]
+
+    def copy_out(self, slot: int, out: torch.Tensor) -> int:
+        """The bytes that the kernel reads, to out uint8 [slot_bytes] -> their checksum. Called on: any thread."""
+        assert int(self.slot_table[slot]) == self.slots[slot].data_ptr(), f"slot {slot} holds no weights"
+        return copy_with_checksum(self.slots[slot], out)
+
+    def copy_in(self, slot: int, data: torch.Tensor) -> None:
+        """The slot holds data uint8 [slot_bytes] of `copy_out` from now on, where it always was."""
+        self.slots[slot].copy_(data)
+        self.slot_table[slot] = self.slots[slot].data_ptr()
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, inter = self.shape.hidden_size, self.shape.intermediate_size
@@ -187,6 +198,14 @@ class NativeMoe:
                 torch.get_num_threads(),
             )
         )
+
+
+def slot_nbytes(kernels: NativeKernels, shape: MoeShape, weight_format: Format) -> int:
+    """What a slot takes, before any layer is built."""
+    assert kernels.core is not None, "ask supports() first"
+    return int(
+        kernels.core.slot_bytes(int(weight_format), shape.hidden_size, shape.intermediate_size, int(shape.has_gate))
+    )
 
 
 def _check_shape(shape: MoeShape, weight_format: Format) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.formats.base import ExpertTensors
+from trimtab.experts.ports import SlotStorage
 
 
-class ExpertKernel(Protocol):
+class ExpertKernel(SlotStorage, Protocol):
     """The experts of one MoE layer on one rank, one slot each.
 
     1. `load_slot` fills a slot (at loading, and again when a commit installs another expert there); the kernel keeps
@@ -21,13 +22,13 @@ class ExpertKernel(Protocol):
     3. `experts` and `combine` are `__call__` in two halves, for tokens whose experts live on several ranks: together
        they give bitwise the same result, wherever each row was computed.
     4. `read_slot` gives a slot's expert back in canonical layout.
+    5. As `SlotStorage` it gives and takes slots in the form that it computes from: what moves is what it reads.
 
-    Called on: the runner's thread, one call at a time.
+    Called on: the runner's thread, one call at a time, but for what `SlotStorage` says.
     """
 
     name: str
-    num_slots: int
-    slot_bytes: int  # of one expert's values; a layout may add some padding
+    format_name: str  # of the slots, as `find_format` knows it
 
     def load_slot(self, slot: int, tensors: ExpertTensors) -> None: ...
 

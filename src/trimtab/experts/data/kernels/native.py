@@ -13,10 +13,12 @@ from torch import Tensor
 
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors
 from trimtab.experts.formats.registry import find_format
+from trimtab.experts.ports import PreparedSlot
 from trimtab.kernels.native import exchange
 from trimtab.kernels.native.library import SCALARS, Format, native_kernels
-from trimtab.kernels.native.moe import ACTIVATIONS, MoeShape, MoeWeights, NativeMoe
+from trimtab.kernels.native.moe import ACTIVATIONS, MoeShape, MoeWeights, NativeMoe, slot_nbytes
 
+SLOT_VERSION = 1  # changes with the layout in csrc/layout.hpp
 _FORMATS = {"float32": Format.FP32, "bfloat16": Format.BF16, "int8": Format.INT8}
 
 
@@ -44,17 +46,13 @@ class NativeExpertKernel:
         self.shape = shape
         self.num_slots = num_slots
         self._format = find_format(storage)
-        activation = shape.activation
-        native_shape = MoeShape(
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.has_gate,
-            activation.kind,
-            activation.alpha,
-            activation.limit,
+        self.format_name = self._format.name
+        self._layer = NativeMoe(native_kernels(), _native_shape(shape), num_slots, _FORMATS[self.format_name])
+        self.slot_nbytes = self._layer.slot_bytes
+        self.layout = (
+            f"native slots, version {SLOT_VERSION}: {self.format_name}, hidden {shape.hidden_size}, intermediate "
+            f"{shape.intermediate_size}, {'with' if shape.has_gate else 'without'} gate"
         )
-        self._layer = NativeMoe(native_kernels(), native_shape, num_slots, _FORMATS[self._format.name])
-        self.slot_bytes = self._layer.slot_bytes
 
     def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
         stored = self._format.encode(self.shape, tensors)
@@ -65,6 +63,16 @@ class NativeExpertKernel:
         specs = self._format.specs(self.shape)
         # The core keeps every bias in fp32, exactly, and zeros where the expert has none.
         return self._format.decode(self.shape, {name: unpacked[name].to(spec.dtype) for name, spec in specs.items()})
+
+    def export_slot(self, slot: int, out: Tensor) -> int:
+        return self._layer.copy_out(slot, out)
+
+    def prepare(self, data: Tensor) -> PreparedSlot:
+        return data  # as it lies: copied once, into its slot
+
+    def install(self, slot: int, prepared: PreparedSlot) -> None:
+        assert isinstance(prepared, Tensor), "not prepared by this kernel"
+        self._layer.copy_in(slot, prepared)
 
     def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
         if hidden.dtype in SCALARS:
@@ -88,3 +96,20 @@ class NativeExpertKernel:
         total = torch.empty(out.shape)
         exchange.combine(outputs, slot_ids, gate_weights, total)
         out.copy_(total)
+
+
+def native_slot_nbytes(shape: ExpertShape, storage: str | torch.dtype) -> int:
+    """What one slot takes, before any kernel is built; only where `native_refusal` is None."""
+    return slot_nbytes(native_kernels(), _native_shape(shape), _FORMATS[find_format(storage).name])
+
+
+def _native_shape(shape: ExpertShape) -> MoeShape:
+    activation = shape.activation
+    return MoeShape(
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.has_gate,
+        activation.kind,
+        activation.alpha,
+        activation.limit,
+    )

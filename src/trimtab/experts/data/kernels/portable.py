@@ -8,14 +8,18 @@ Row-invariant where the packed linears are (see `trimtab.kernels.linear`) and th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from trimtab.experts.formats.base import ExpertShape, ExpertTensors, expert_nbytes
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors
 from trimtab.experts.formats.registry import find_format
+from trimtab.experts.formats.slot_bytes import SlotBytes
+from trimtab.experts.ports import PreparedSlot
+from trimtab.kernels.checksum import checksum
 from trimtab.kernels.linear import PackedLinear, pack_linear
 
 # torch splits elementwise work between threads from this many elements on, wherever that falls inside a row.
@@ -37,27 +41,38 @@ class PortableExpertKernel:
 
     name = "portable"
 
-    def __init__(self, shape: ExpertShape, num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ExpertShape, num_slots: int, storage: str | torch.dtype) -> None:
         self.shape = shape
         self.num_slots = num_slots
-        self._format = find_format(dtype)
-        self.slot_bytes = expert_nbytes(self._format, shape)
+        self._format = find_format(storage)
+        self.format_name = self._format.name
+        self._row = SlotBytes(self._format, shape)
+        self.slot_nbytes = self._row.nbytes
+        self.layout = f"tensors of {self._row.layout}"
         # The only holder of slot objects: a commit that replaces an entry frees the old expert.
         self._slots: list[PackedExpert | None] = [None] * num_slots
         self._partial = torch.empty(0)
 
     def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
-        stored = self._format.encode(self.shape, tensors)
-        self._slots[slot] = PackedExpert(
-            pack_linear(stored["gate_up"], stored.get("gate_up_bias")),
-            pack_linear(stored["down"], stored.get("down_bias")),
-        )
+        self._slots[slot] = _packed(self._format.encode(self.shape, tensors))
 
     def read_slot(self, slot: int) -> ExpertTensors:
         expert = self._expert(slot)
         return ExpertTensors(
             expert.gate_up.unpack(), expert.down.unpack(), expert.gate_up.unpack_bias(), expert.down.unpack_bias()
         )
+
+    def export_slot(self, slot: int, out: Tensor) -> int:
+        self._row.write(self._format.encode(self.shape, self.read_slot(slot)), out)
+        return checksum(out)
+
+    def prepare(self, data: Tensor) -> PreparedSlot:
+        # Cloned: some storages keep the tensor that they are given.
+        return _packed({name: tensor.clone() for name, tensor in self._row.read(data).items()})
+
+    def install(self, slot: int, prepared: PreparedSlot) -> None:
+        assert isinstance(prepared, PackedExpert), "not prepared by this kernel"
+        self._slots[slot] = prepared
 
     def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
         num_tokens, top_k = slot_ids.shape
@@ -129,3 +144,10 @@ class PortableExpertKernel:
         if self._partial.numel() < size:
             self._partial = torch.empty(size)
         return self._partial[:size].view(num_pairs, self.shape.hidden_size)
+
+
+def _packed(stored: Mapping[str, Tensor]) -> PackedExpert:
+    return PackedExpert(
+        pack_linear(stored["gate_up"], stored.get("gate_up_bias")),
+        pack_linear(stored["down"], stored.get("down_bias")),
+    )

@@ -8,30 +8,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.experts.formats.base import ExpertShape, ExpertTensors, expert_nbytes
+from trimtab.experts.formats.base import ExpertShape, ExpertTensors
 from trimtab.experts.formats.registry import find_format
+from trimtab.experts.formats.slot_bytes import SlotBytes
+from trimtab.experts.ports import PreparedSlot
+from trimtab.kernels.checksum import checksum
 
 
 class ReferenceExpertKernel:
-    """Computes each slot's rows in fp32 from weights stored in `dtype`. Slow and obvious; not for serving."""
+    """Computes each slot's rows in fp32 from what `storage` (a dtype, or a format's name) keeps of the weights.
+
+    Slow and obvious; not for serving. Any registered format will do.
+    """
 
     name = "reference"
 
-    def __init__(self, shape: ExpertShape, num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ExpertShape, num_slots: int, storage: str | torch.dtype) -> None:
         self.shape = shape
         self.num_slots = num_slots
-        self._format = find_format(dtype)
-        self.slot_bytes = expert_nbytes(self._format, shape)
-        self._slots: list[ExpertTensors | None] = [None] * num_slots
+        self._format = find_format(storage)
+        self.format_name = self._format.name
+        self._row = SlotBytes(self._format, shape)
+        self.slot_nbytes = self._row.nbytes
+        self.layout = f"tensors of {self._row.layout}"
+        self._slots: list[dict[str, Tensor] | None] = [None] * num_slots
 
     def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
         stored = self._format.encode(self.shape, tensors)
-        self._slots[slot] = self._format.decode(self.shape, {name: tensor.clone() for name, tensor in stored.items()})
+        self._slots[slot] = {name: tensor.clone() for name, tensor in stored.items()}
 
     def read_slot(self, slot: int) -> ExpertTensors:
-        tensors = self._slots[slot]
-        assert tensors is not None, f"slot {slot} was never loaded"
-        return tensors
+        return self._format.decode(self.shape, self._stored(slot))
+
+    def export_slot(self, slot: int, out: Tensor) -> int:
+        self._row.write(self._stored(slot), out)
+        return checksum(out)
+
+    def prepare(self, data: Tensor) -> PreparedSlot:
+        return {name: tensor.clone() for name, tensor in self._row.read(data).items()}
+
+    def install(self, slot: int, prepared: PreparedSlot) -> None:
+        assert isinstance(prepared, dict), "not prepared by this kernel"
+        self._slots[slot] = prepared
+
+    def _stored(self, slot: int) -> dict[str, Tensor]:
+        stored = self._slots[slot]
+        assert stored is not None, f"slot {slot} was never loaded"
+        return stored
 
     def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
         tokens, k = (slot_ids >= 0).nonzero(as_tuple=True)
