@@ -17,6 +17,11 @@ from trimtab.engine.kv_cache import longest_request, peak_blocks
 from trimtab.engine.stop import eos_token_ids
 from trimtab.experts.placement import Placement, Topology
 from trimtab.experts.placement_file import read_placement
+from trimtab.experts.routed_experts import (
+    RoutedExpertsLayout,
+    get_routed_experts_attn_gid,
+    routed_experts_layout,
+)
 from trimtab.kernels.features import memory
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.resolve import resolve_model
@@ -64,6 +69,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     tokenizer = load_tokenizer(path)
     available_bytes = memory().available_bytes - dispatch.shared_bytes
     kv_cache, max_model_len = plan_kv_cache(config, spec, available_bytes, rank_weight_bytes(spec, placement))
+    routed_experts = plan_routed_experts(config, spec, kv_cache)
     clock.lap("plan")
 
     ranks = start_ranks(RankSetup(config, path, kv_cache, max_model_len, placement, dispatch), spec, report)
@@ -84,12 +90,16 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         tokenizer=tokenizer,
         eos_token_ids=end_token_ids(spec, tokenizer),
         seed=config.seed,
+        routed_experts=routed_experts,
     )
     clock.lap("build")
     held = {
         "weights": config.num_ranks * rank_weight_bytes(spec, placement),
         "kv_cache": sum(facts["kv_cache_bytes"] for facts in ranks.facts),
     }
+    if routed_experts is not None:
+        captured = sum(facts["routed_experts_bytes"] for facts in ranks.facts)
+        held["routed_experts"] = captured + sum(rank.row_store.num_bytes for rank in engine.scheduler.ranks)
     return Parts(engine, ranks.models, spec, tokenizer, held, ranks.facts, clock.laps, max_model_len)
 
 
@@ -110,6 +120,17 @@ def plan_placement(config: EngineConfig, spec: ModelSpec) -> Placement | None:
     if config.placement_file is not None:
         return read_placement(config.placement_file, topology, len(spec.moe_layers))
     return Placement.initial(topology, len(spec.moe_layers))
+
+
+def plan_routed_experts(config: EngineConfig, spec: ModelSpec, kv_cache: KVCacheConfig) -> RoutedExpertsLayout | None:
+    """The form of the rows that workers capture and the engine stores; None where it is off.
+
+    Raises `ValueError` for a model whose rows have no form, or no KV cache group to be stored by.
+    """
+    if not config.enable_return_routed_experts:
+        return None
+    get_routed_experts_attn_gid(kv_cache)
+    return routed_experts_layout(spec.moe_layers)
 
 
 def rank_weight_bytes(spec: ModelSpec, placement: Placement | None) -> int:
@@ -141,6 +162,9 @@ def plan_kv_cache(
     if weight_bytes is None:
         weight_bytes = spec.num_bytes
     left_bytes = available_bytes - weight_bytes - RESERVE_BYTES
+    if config.enable_return_routed_experts:  # each block of the cache has its rows stored beside it
+        row_bytes = config.block_size * routed_experts_layout(spec.moe_layers).slot_bytes
+        left_bytes = left_bytes * block_bytes // (block_bytes + row_bytes)
     if left_bytes < block_bytes * 2:
         raise ValueError(
             f"not enough memory: {spec.path.name} needs {_gib(weight_bytes)} for its weights and at least "

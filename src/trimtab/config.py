@@ -80,6 +80,9 @@ class EngineConfig:
         default=None,
         metadata={"help": "settings of that, as JSON or one by one: --eplb-config.window_size 100 (docs/eplb.md)"},
     )
+    enable_return_routed_experts: bool = _option(
+        False, "capture which experts each token used, for requests to return (docs/routed-experts.md)"
+    )
     distributed_executor_backend: str | None = _option(
         None, "inline (one rank), threads or mp (a process per rank); default: inline for one rank, else mp"
     )

@@ -83,7 +83,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The growing output of one request, each time it has moved. Leaving the loop early aborts the request."""
         request_id = str(next(self._request_ids))
-        failed = self._add(request_id, prompt, self._params_per_prompt(sampling_params, 1)[0])
+        failed = self._add(request_id, prompt, self._params_per_prompt(sampling_params, 1)[0], streaming=True)
         if failed is not None:
             yield failed
             return
@@ -195,7 +195,9 @@ class LLM:
             )
         return list(sampling_params)
 
-    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> RequestOutput | None:
+    def _add(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, streaming: bool = False
+    ) -> RequestOutput | None:
         """Queues a request; one that cannot run gives its failed output instead."""
         text, token_ids, cache_salt = None, None, None
         try:
@@ -206,6 +208,7 @@ class LLM:
                 sampling,
                 prompt_text=text,
                 cache_salt=cache_salt,
+                streaming=streaming,
             )
         except ValueError as error:
             completions = [CompletionOutput(index, "", [], finish_reason="error") for index in range(sampling.n)]

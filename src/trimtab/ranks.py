@@ -6,6 +6,7 @@ import logging
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from trimtab.experts.data.dispatch.choice import (
     open_dispatcher,
 )
 from trimtab.experts.placement import Placement, Topology
+from trimtab.experts.routed_experts import routed_experts_layout
 from trimtab.kernels.features import default_num_threads, usable_cores
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.loading import load_model
@@ -31,6 +33,9 @@ from trimtab.observability.progress import Progress, no_progress
 from trimtab.plan import Executor, KVCacheConfig
 from trimtab.runner.model_runner import ModelRunner
 from trimtab.runner.reference_runner import ReferenceRunner
+
+if TYPE_CHECKING:
+    from trimtab.experts.data.capturer import RoutedExpertsCapturer
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +136,30 @@ def build_rank(setup: RankSetup, spec: ModelSpec, rank: int, progress: Progress)
             token_group=rank // setup.config.tensor_parallel_size,
             dispatcher=dispatcher,
         )
+        capturer = _bind_capturer(setup, spec, model) if setup.config.enable_return_routed_experts else None
         runner = RUNNERS[setup.config.model_runner](
-            model, setup.kv_cache, max_num_seqs=setup.config.max_num_seqs, max_model_len=setup.max_model_len
+            model,
+            setup.kv_cache,
+            max_num_seqs=setup.config.max_num_seqs,
+            max_model_len=setup.max_model_len,
+            capturer=capturer,
         )
     except BaseException:
         dispatcher.close()
         raise
     facts = {"bytes_read": bytes_read, "kv_cache_bytes": runner.kv_cache_bytes, "num_threads": setup.num_threads}
+    if capturer is not None:
+        facts["routed_experts_bytes"] = capturer.buffer.nbytes
     return Worker(runner, facts, dispatcher.close, dispatcher.abort), model
+
+
+def _bind_capturer(setup: RankSetup, spec: ModelSpec, model: LanguageModel) -> RoutedExpertsCapturer:
+    from trimtab.experts.data.capturer import RoutedExpertsCapturer, bind_routed_experts_capturer  # off means absent
+
+    layout = routed_experts_layout(spec.moe_layers)
+    capturer = RoutedExpertsCapturer(setup.config.max_num_batched_tokens, layout, setup.kv_cache)
+    bind_routed_experts_capturer(model, capturer)
+    return capturer
 
 
 def build_in_process(rank: int, setup_data: bytes, progress: Progress) -> Worker:

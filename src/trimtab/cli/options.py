@@ -41,6 +41,7 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the prompt's tokens (with --json)",
     "detokenize": "make text from the tokens",
     "skip_special_tokens": "leave special tokens out of the text",
+    "routed_experts_prompt_start": "routed experts begin at this position of the prompt",
 }
 
 SAMPLING_GROUP = Group("Sampling", sort_key=10)
@@ -89,7 +90,12 @@ if TYPE_CHECKING:
 
     class EngineOptions: ...
 else:
-    SamplingOptions = _options_class(SamplingParams, SAMPLING_HELP, SAMPLING_GROUP)
+    SamplingOptions = _options_class(
+        SamplingParams,
+        SAMPLING_HELP,
+        SAMPLING_GROUP,
+        leave_out=("return_routed_experts",),  # a command that writes them has an option of this name for the file
+    )
     EngineOptions = _options_class(
         EngineConfig,
         {option.name: option.metadata["help"] for option in fields(EngineConfig)},

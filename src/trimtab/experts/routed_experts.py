@@ -38,6 +38,11 @@ class RoutedExpertsLayout:
     def row_bytes(self) -> int:
         return self.num_layers * self.top_k * self.dtype.itemsize
 
+    @property
+    def slot_bytes(self) -> int:
+        """What the engine's store takes per KV slot: the row, the generation and the weights version it belongs to."""
+        return self.row_bytes + 8 + 4
+
 
 class RoutedLayer(Protocol):
     """What the layout needs to know of a MoE layer."""

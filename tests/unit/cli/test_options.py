@@ -34,8 +34,9 @@ def parse(*argv: str) -> tuple[SamplingOptions | None, EngineOptions | None]:
     return app(normalise_argv(argv))
 
 
-def test_every_sampling_parameter_is_an_option_with_help():
-    assert set(SAMPLING_HELP) == {option.name for option in fields(SamplingParams)}
+def test_every_sampling_parameter_but_one_is_an_option_with_help():
+    """`return_routed_experts` is, where a command has it, an option with the name of a file."""
+    assert set(SAMPLING_HELP) == {option.name for option in fields(SamplingParams)} - {"return_routed_experts"}
     assert {option.name for option in fields(SamplingOptions)} == set(SAMPLING_HELP)
 
 

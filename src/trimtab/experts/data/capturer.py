@@ -128,7 +128,8 @@ class RoutedExpertsCapturer:
 class CapturedModel(Protocol):
     """A network of this rank: its own routed layers and no other's (a draft model has a list of its own)."""
 
-    moe_layers: Sequence[Any]
+    @property
+    def moe_layers(self) -> Sequence[Any]: ...
 
 
 def bind_routed_experts_capturer(model: CapturedModel, capturer: RoutedExpertsCapturer) -> None:
