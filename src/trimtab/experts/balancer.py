@@ -31,11 +31,11 @@ from trimtab.experts.ports import (
     Plan,
     Quiescent,
     Refit,
-    Refitted,
     Report,
     SlotStorage,
     Stage,
-    WeightsChecked,
+    Weights,
+    answer_weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,18 +61,6 @@ class LoadCounts(Protocol):
 
     def fold(self, placement: Placement) -> np.ndarray:
         """int64 [L, E]: what was counted since the last fold, under the placement it was counted with."""
-        ...
-
-
-class Weights(Protocol):
-    """New weights for a rank that serves."""
-
-    def check(self, path: str) -> str:
-        """Why the files at `path` cannot be loaded, or nothing. Changes nothing."""
-        ...
-
-    def refit(self, path: str, placement: Placement, weights_version: int) -> None:
-        """Overwrites every weight. What it raises leaves the rank with mixed weights."""
         ...
 
 
@@ -123,10 +111,11 @@ class RankBalancer:
                     self._commit(transaction, layer)
                 case Abort(transaction, reason):
                     self._abort(transaction, reason)
-                case CheckWeights(path, version):
-                    self._reports.append(WeightsChecked(self.rank, version, self._weights.check(path)))
-                case Refit(path, version):
-                    self._refit(path, version)
+                case CheckWeights() | Refit():
+                    assert isinstance(command, CheckWeights) or self._transaction == 0, (
+                        "staged bytes are of old weights"
+                    )
+                    self._reports.append(answer_weights(command, self._weights, self.rank, self.placement))
                 case _:
                     assert_never(command)
 
@@ -218,18 +207,6 @@ class RankBalancer:
 
     def _fail(self, layer: int, reason: str) -> None:
         self._reports.append(Failed(self.rank, self._transaction, layer, reason))
-
-    # -- new weights ---------------------------------------------------------------------------------------------------
-
-    def _refit(self, path: str, version: int) -> None:
-        assert self._transaction == 0, f"new weights while transaction {self._transaction} is open"
-        problem = ""
-        try:
-            self._weights.refit(path, self.placement, version)
-        except Exception as error:
-            logger.exception("rank %d: new weights from %s failed", self.rank, path)
-            problem = f"{type(error).__name__}: {error}"
-        self._reports.append(Refitted(self.rank, version, problem))
 
 
 class LoadBucket:

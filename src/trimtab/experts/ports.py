@@ -149,6 +149,20 @@ class Refitted(msgspec.Struct, frozen=True, tag=True):
 Report = LoadReport | Staged | Committed | Failed | Quiescent | WeightsChecked | Refitted
 MoverReport = Staged | Failed | Quiescent
 
+
+def answer_weights(
+    command: CheckWeights | Refit, weights: Weights, rank: int, placement: Placement | None
+) -> WeightsChecked | Refitted:
+    """Executes a command about new weights, the same on every rank whether experts are balanced or not."""
+    if isinstance(command, CheckWeights):
+        return WeightsChecked(rank, command.weights_version, weights.check(command.path))
+    try:
+        weights.refit(command.path, placement, command.weights_version)
+    except Exception as error:  # the controller must hear of it: nobody else knows that the weights are mixed
+        return Refitted(rank, command.weights_version, f"{type(error).__name__}: {error}")
+    return Refitted(rank, command.weights_version, "")
+
+
 # -- doors between the rooms -------------------------------------------------------------------------------------------
 
 
@@ -183,6 +197,21 @@ class SlotStorage(Protocol):
 
     def install(self, slot: int, prepared: PreparedSlot) -> None:
         """The kernel computes with this expert from now on. Called on: the runner's thread, between forwards."""
+        ...
+
+
+class Weights(Protocol):
+    """New weights for a rank that serves. Called on: the runner's thread, between forwards."""
+
+    def check(self, path: str) -> str:
+        """Why the files at `path` cannot be loaded, or nothing. Changes nothing."""
+        ...
+
+    def refit(self, path: str, placement: Placement | None, weights_version: int) -> None:
+        """Overwrites every weight; slots by `placement`, the one in force (None: slot e is expert e).
+
+        What it raises leaves the rank with mixed weights.
+        """
         ...
 
 

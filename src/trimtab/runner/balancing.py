@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from trimtab.experts.ports import Command, Report
+from trimtab.experts.placement import Placement
+from trimtab.experts.ports import CheckWeights, Command, Refit, Report, Weights, answer_weights
 
 
 class RankBalancer(Protocol):
@@ -25,13 +26,24 @@ class RankBalancer(Protocol):
 
 
 class NoRankBalancer:
-    """Balancing that is off."""
+    """Balancing that is off: experts stay where they are. New weights are taken all the same, where there is a door."""
+
+    def __init__(self, weights: Weights | None = None, rank: int = 0, placement: Placement | None = None) -> None:
+        self._weights = weights
+        self._rank = rank
+        self._placement = placement
+        self._reports: list[Report] = []
 
     def execute(self, commands: Sequence[Command]) -> None:
-        assert not commands, f"balancing is off on this rank, and the plan commands {commands[0]}"
+        for command in commands:
+            assert isinstance(command, CheckWeights | Refit) and self._weights is not None, (
+                f"{command} with balancing off"
+            )
+            self._reports.append(answer_weights(command, self._weights, self._rank, self._placement))
 
     def begin_forward(self, *, is_prefill: bool) -> None:
         pass
 
     def end_step(self) -> list[Report]:
-        return []
+        reports, self._reports = self._reports, []
+        return reports
