@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from trimtab.engine.executor.detach import detach_zero_copy_from_model_runner_output
 from trimtab.plan import StepOutput, StepPlan
 
 _NDARRAY = 1  # msgpack extension code
@@ -78,11 +79,16 @@ def _encode_other(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot cross a process boundary")
 
 
-def _decode_extension(code: int, data: memoryview) -> Any:
+def _decode_view(code: int, data: memoryview) -> Any:
+    """An array without a copy: read-only, over the message's own bytes."""
     if code != _NDARRAY:
         raise ValueError(f"msgpack extension {code} is not one of ours")
     dtype, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes])
-    return np.frombuffer(content, dtype=np.dtype(dtype)).reshape(shape).copy()  # a frombuffer view is read-only
+    return np.frombuffer(content, dtype=np.dtype(dtype)).reshape(shape)
+
+
+def _decode_extension(code: int, data: memoryview) -> Any:
+    return _decode_view(code, data).copy()
 
 
 def _decode_other(expected: type, value: Any) -> Any:
@@ -93,7 +99,7 @@ def _decode_other(expected: type, value: Any) -> Any:
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
 _decode_command = msgspec.msgpack.Decoder(Command, dec_hook=_decode_other, ext_hook=_decode_extension).decode
-_decode_report = msgspec.msgpack.Decoder(Report, dec_hook=_decode_other, ext_hook=_decode_extension).decode
+_decode_report = msgspec.msgpack.Decoder(Report, dec_hook=_decode_other, ext_hook=_decode_view).decode
 
 
 def encode(message: Command | Report) -> bytes:
@@ -106,8 +112,8 @@ def decode_command(data: bytes) -> Command:
 
 
 def decode_report(data: bytes) -> Report:
-    """Raises `msgspec.DecodeError` for anything that is no report."""
-    return _decode_report(data)
+    """Raises `msgspec.DecodeError` for anything that is no report. Its arrays are its own."""
+    return detach_zero_copy_from_model_runner_output(_decode_report(data))
 
 
 class WorkerStart(msgspec.Struct):
