@@ -137,7 +137,7 @@ def report_replay(
     report: ReplayReport | None = None
     for number, entry in enumerate(routes, 1):
         if report is None:
-            report = ReplayReport(*(RunReport([LayerMismatch(i) for i in entry.model.layer_ids]) for _ in range(2)))
+            report = ReplayReport(without=_empty_run(entry), with_replay=_empty_run(entry))
         if entry.num_rows:
             report.num_completions += 1
             report.num_rows += entry.num_rows
@@ -171,3 +171,7 @@ def _run(model: nn.Module, entry: Routes, run: RunReport, *, replayed: bool) -> 
     sampled = tokens[first:]
     logprobs = logits[first - 1 : first - 1 + len(sampled)].float().log_softmax(dim=-1)
     run.count_logprobs(entry.logprobs, logprobs.gather(1, sampled[:, None])[:, 0].cpu().numpy())
+
+
+def _empty_run(entry: Routes) -> RunReport:
+    return RunReport([LayerMismatch(layer_id) for layer_id in entry.model.layer_ids])
