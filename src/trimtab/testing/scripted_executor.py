@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from trimtab.engine.block_pool import NULL_BLOCK
+from trimtab.experts.routed_experts import RoutedExpertsLayout
 from trimtab.plan import KVCacheConfig, OpenRow, ScheduledRow, StepOutput, StepPlan, TokenLogprobs
+from trimtab.testing.scripted_routes import ScriptedRoutes
 
 
 def _value(token_id: int, position: int, attended: Iterable[tuple[int, ...]]) -> int:
@@ -123,6 +125,7 @@ class ScriptedRunner:
     """One rank's fake model.
 
     `fail_row(step_id, request_id)` gives a reason to fail that row, or None; `raise_at_step` breaks the whole step.
+    With `routed_experts` tokens choose experts, which a step for which `drop_routes(step_id)` holds does not report.
     """
 
     def __init__(
@@ -133,12 +136,17 @@ class ScriptedRunner:
         fail_row: Callable[[int, str], str | None] | None = None,
         raise_at_step: int | None = None,
         script: Callable[[OpenRow, int], int] | None = None,
+        routed_experts: RoutedExpertsLayout | None = None,
+        drop_routes: Callable[[int], bool] | None = None,
     ) -> None:
         self.kv_cache = kv_cache
+        self.routes_gid = next((gid for gid, group in enumerate(kv_cache.groups) if group.window is None), 0)
         self.vocab_size = vocab_size
         self.fail_row = fail_row or (lambda step_id, request_id: None)
         self.raise_at_step = raise_at_step
         self.script = script  # (row, number of output tokens so far) -> token, in place of the hash
+        self.routes = None if routed_experts is None else ScriptedRoutes(routed_experts)
+        self.drop_routes = drop_routes or (lambda step_id: False)
         self.plans: list[StepPlan] = []
         self.num_forwards = 0
         self.rows: dict[int, _Row] = {}
@@ -168,6 +176,9 @@ class ScriptedRunner:
         output = StepOutput(plan.step_id)
         for scheduled in plan.scheduled:
             self._run_row(plan.step_id, scheduled, output)
+        if self.routes is not None:
+            routed = self.routes.take()
+            output.routed_experts = None if self.drop_routes(plan.step_id) else routed
         self._outputs.append(output)
 
     def sample(self) -> _PendingOutput:
@@ -182,6 +193,10 @@ class ScriptedRunner:
         end = scheduled.start + scheduled.num_tokens
         values = [self._compute(row, position) for position in range(scheduled.start, end)]
         row.next_position = end
+        if self.routes is not None:
+            size, table = self.kv_cache.block_size, row.block_tables[self.routes_gid]
+            slots = [table[position // size] * size + position % size for position in range(end)]
+            self.routes.compute(row.opened.request_id, scheduled.start, slots)
         if (reason := self.fail_row(step_id, row.opened.request_id)) is not None:
             output.failures[scheduled.row] = reason
             row.tokens.extend([0] * scheduled.samples)  # an overrun step in flight may still name it
