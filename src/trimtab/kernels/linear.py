@@ -47,13 +47,18 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Storage(Protocol):
-    """One layer [N, K] as it is kept. `multiply` takes rows [R, K] in one of `input_dtypes`, returns [R, N] in it."""
+    """One layer [N, K] as it is kept. `multiply` takes rows [R, K] in one of `input_dtypes`, returns [R, N] in it.
+
+    `load` puts other values of the same shape and type in their place; the storage stays the same object.
+    """
 
     compute_dtype: torch.dtype
     input_dtypes: tuple[torch.dtype, ...]
     nbytes: int
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def load(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
     def unpack(self) -> Tensor: ...
 
@@ -147,6 +152,20 @@ class PackedLinear(nn.Module):
         """Bytes the weight and bias occupy, padding of the layout included."""
         return self.storage.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
+    def load_weight(self, weight: Tensor) -> None:
+        """Other values [N, K] in place of the weight's. Called on: the runner's thread, between forwards."""
+        assert weight.shape == (self.out_features, self.in_features) and weight.dtype == self.dtype, (
+            f"weight {weight.dtype} {tuple(weight.shape)} is not this layer's"
+        )
+        self.storage.load(weight.detach(), self._bias)
+
+    def load_bias(self, bias: Tensor) -> None:
+        """Other values [N] in place of the bias's; where the packed weight holds it, that is packed anew."""
+        assert self._bias is not None and bias.shape == self._bias.shape, "this layer has no such bias"
+        self._bias.copy_(bias)
+        if isinstance(self.storage, NativeStorage):
+            self.storage.load(self.storage.unpack(), self._bias)
+
     def unpack(self) -> Tensor:
         """The weight as a fresh [N, K] in its own dtype, bit for bit what was packed. Called on: any thread."""
         return self.storage.unpack()
@@ -174,6 +193,9 @@ class NativeStorage:
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return self._linear(rows)  # its packed bytes hold the bias
 
+    def load(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._linear.pack(weight, bias)
+
     def unpack(self) -> Tensor:
         return self._linear.unpack()[0]
 
@@ -190,11 +212,14 @@ class PrepackedStorage:
     def __init__(self, weight: Tensor) -> None:
         self.compute_dtype = weight.dtype
         self.input_dtypes: tuple[torch.dtype, ...] = (weight.dtype,)
-        self._packed = _pack(weight)
-        self.nbytes = int(torch.ops.mkldnn._nbytes(self._packed))
+        self.load(weight, None)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return _inner_product(rows, self._packed, bias)
+
+    def load(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = _pack(weight)
+        self.nbytes = int(torch.ops.mkldnn._nbytes(self._packed))
 
     def unpack(self) -> Tensor:
         return self._packed.to_dense()
@@ -209,6 +234,10 @@ class WidenedStorage:
     def __init__(self, weight: Tensor) -> None:
         self._shape = tuple(weight.shape)
         self._spans = tile_spans(*weight.shape)
+        self.load(weight, None)
+
+    def load(self, weight: Tensor, bias: Tensor | None) -> None:
+        # The layouts of today's thread count, which may not be that of the values before.
         self._layouts = [_layout_of(end - start, weight.shape[1]) for start, end in self._spans]
         tiles = [_packed_values(weight[start:end]) for start, end in self._spans]
         # One allocation per weight: contiguous and self-contained.
@@ -260,6 +289,9 @@ class InPlaceStorage:
             out[:, start:end] = _plain_product(rows, tile, part)[:num_rows]
         return out
 
+    def load(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight.copy_(weight)  # its other readers see it too
+
     def unpack(self) -> Tensor:
         return self._weight.clone()
 
@@ -300,13 +332,15 @@ class _Workspaces(threading.local):
     def packed(self, layout: Layout) -> PackedTile:
         tile = self._tiles.get(layout)
         if tile is None:
-            packed = _prototypes[layout].clone()
-            tile = self._tiles[layout] = PackedTile(packed, _raw_fp32(packed))
+            with torch.inference_mode(False):  # what is made in inference mode can be written in no other
+                packed = _prototypes[layout].clone()
+                tile = self._tiles[layout] = PackedTile(packed, _raw_fp32(packed))
         return tile
 
     def plain(self, num_rows: int, num_columns: int) -> Tensor:
         if self._plain.numel() < num_rows * num_columns:
-            self._plain = torch.empty(num_rows * num_columns)
+            with torch.inference_mode(False):
+                self._plain = torch.empty(num_rows * num_columns)
         return self._plain[: num_rows * num_columns].view(num_rows, num_columns)
 
 

@@ -40,6 +40,12 @@ class FunctionalWeight(Tensor):
         out: Tensor = self.packed[x.dtype](x)
         return out if bias is None else out + bias
 
+    def load(self, weight: Tensor) -> None:
+        """Other values [N, K] in place, in the packed layers too. Called on: the runner's thread, between forwards."""
+        self.stored.copy_(weight)
+        for dtype, layer in self.packed.items():
+            layer.load_weight(self.stored.to(dtype))
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

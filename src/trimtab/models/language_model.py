@@ -21,10 +21,22 @@ class LanguageModel:
     Called on: one thread at a time. Everything it needs hangs on its own modules, so several can live in one process.
     """
 
-    def __init__(self, spec: ModelSpec, network: PreTrainedModel, moe_layers: list[MoELayer]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        network: PreTrainedModel,
+        moe_layers: list[MoELayer],
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
         self.spec = spec
         self.moe_layers = moe_layers
+        self.tied = dict(tied or {})  # parameter -> the one whose memory it shares
         self._network = network
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """For whoever writes weights; a forward goes through `forward`."""
+        return self._network
 
     def bind_attention(self, layers: Mapping[int, AttentionLayer]) -> None:
         """`layers` by layer_id; must name every attention layer of the spec, may be called again."""

@@ -7,7 +7,7 @@ into its slot of the MoE layer's kernel. A rank reads the dense part and the exp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from trimtab.experts.data.dispatch.base import Dispatcher
 from trimtab.experts.data.kernels import make_expert_kernel
 from trimtab.experts.data.moe_layer import MoELayer
 from trimtab.experts.data.routing_table import RoutingTable
+from trimtab.experts.formats.base import ExpertTensors
 from trimtab.experts.placement import Placement, Topology
 from trimtab.kernels.linear import pack_linear
 from trimtab.models import attention_plug, experts_plug
@@ -77,7 +78,24 @@ def load_model(
     loader.check_complete()
     replace_norms(network, spec.dtype)
     wrap_router_weights(network, router_weights(network))
-    return LanguageModel(spec, network, moe_layers)
+    return LanguageModel(spec, network, moe_layers, loader.tied)
+
+
+def read_expert(
+    conversions: Sequence[Conversion],
+    network: PreTrainedModel,
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    expert: int,
+    num_experts: int,
+    dtype: torch.dtype,
+) -> ExpertTensors:
+    """One expert of the experts module `module` in canonical layout, by the conversions of that module's weights."""
+    tensors: dict[str, Tensor] = {}
+    for conversion in conversions:
+        tensors |= conversion.read_expert(network, checkpoint, expert, num_experts)
+    in_dtype = {name.rpartition(".")[2]: tensor.to(dtype) for name, tensor in tensors.items()}
+    return experts_plug.to_canonical(module, in_dtype)
 
 
 class _Meter:
@@ -129,6 +147,7 @@ class _Loader:
         self.dtypes = dtypes
         self.device = device
         self.meter = meter
+        self.tied: dict[str, str] = {}
 
     def compute_buffers(self) -> None:
         """Buffers that no checkpoint stores (rotary frequencies) are computed by transformers' own initialisation.
@@ -165,11 +184,13 @@ class _Loader:
             for name, tensor in conversion.read(self.network, self.checkpoint).items():
                 self._set(name, tensor.to(device=self.device, dtype=self.dtypes.get(name), copy=True))
             self.meter.finish(conversion)
+        self.tied |= weights.tied
         for target, source in weights.tied.items():
             self._set(target, self._get(source))
         for target, source in weights.stored_twice.items():
             if torch.equal(self._get(target), self._get(source)):
                 self._set(target, self._get(source))
+                self.tied[target] = source
             else:
                 logger.warning(
                     "%s: the configuration ties %s to %s, but the files hold two different tensors; "
@@ -204,14 +225,10 @@ class _Loader:
         module = self.network.get_submodule(layer.module_name)
         for position, slot in enumerate(slots):
             expert = int(placement.slot_to_expert[row, slot])
-            tensors: dict[str, Tensor] = {}
-            for conversion in conversions:
-                tensors |= conversion.read_expert(self.network, self.checkpoint, expert, layer.num_experts)
-            in_dtype = {
-                name.rpartition(".")[2]: tensor.to(device=self.device, dtype=self.spec.dtype)
-                for name, tensor in tensors.items()
-            }
-            kernel.load_slot(position, experts_plug.to_canonical(module, in_dtype))
+            tensors = read_expert(
+                conversions, self.network, module, self.checkpoint, expert, layer.num_experts, self.spec.dtype
+            )
+            kernel.load_slot(position, tensors)
         for conversion in conversions:
             self.meter.finish(conversion, len(slots) * conversion.expert_bytes(self.checkpoint, layer.num_experts))
         return MoELayer(

@@ -220,3 +220,34 @@ def test_bad_weights_are_refused_by_name() -> None:
         pack_linear(torch.zeros(4, 2), torch.zeros(3))
     with pytest.raises(ValueError, match=r"weight dtype \(torch.int8\) must be one of"):
         pack_linear(torch.zeros(4, 2, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_values_in_place_multiply_like_a_fresh_layer(
+    dtype: torch.dtype, shared: bool, small_tiles: None, core: None
+) -> None:
+    """B23: weight and bias come one after the other, in either order; layer and storage stay the same objects."""
+    weights = [draw(131, 67, dtype=dtype, seed=seed) for seed in (1, 2)]
+    biases = [draw(131, dtype=dtype, seed=seed) for seed in (3, 4)]
+    x = draw(5, 67, dtype=dtype)
+    fresh = pack_linear(weights[1], biases[1], shared=shared)
+    for bias_first in (False, True):
+        packed = pack_linear(weights[0].clone(), biases[0], shared=shared)
+        storage, nbytes = packed.storage, packed.nbytes
+        before = packed(x)
+        for is_bias in (bias_first, not bias_first):
+            packed.load_bias(biases[1]) if is_bias else packed.load_weight(weights[1])
+        assert torch.equal(packed(x), fresh(x)) and not torch.equal(packed(x), before)
+        assert torch.equal(packed.unpack(), weights[1]) and torch.equal(packed.unpack_bias(), biases[1])
+        assert packed.storage is storage and packed.nbytes == nbytes
+
+
+def test_layers_used_in_inference_mode_can_be_used_outside_of_it(small_tiles: None, no_bf16: None, core: None) -> None:
+    """Workspaces outlive the mode they were made in."""
+    for shared in (False, True):
+        weight, x = draw(96, 41, dtype=torch.float16), draw(2, 41, dtype=torch.float16)
+        packed = pack_linear(weight, shared=shared)
+        with torch.inference_mode():
+            inside = packed(x)
+        assert torch.equal(packed(x), inside)

@@ -24,8 +24,6 @@ class NativeLinear:
         scale: torch.Tensor | None = None,
     ) -> None:
         assert kernels.core is not None and kernels.supports(weight_format), "ask supports() before packing"
-        assert weight.dtype == WEIGHT_DTYPES[weight_format], f"weight is {weight.dtype}"
-        assert (scale is not None) == (weight_format is Format.INT8), "int8 weights need a scale, others have none"
         self.out_features, self.in_features = weight.shape
         if weight_format is Format.INT8 and self.in_features > MAX_INT8_DEPTH:
             raise ValueError(f"int8 weights deeper than {MAX_INT8_DEPTH} would overflow int32 sums; use bf16")
@@ -35,6 +33,13 @@ class NativeLinear:
         self._geometry = (int(weight_format), self.out_features, self.in_features)
         self.packed = torch.empty(self._core.linear_bytes(*self._geometry), dtype=torch.uint8)
         self._core.advise_huge_pages(self.packed.data_ptr(), self.packed.nbytes)
+        self.pack(weight, bias, scale)
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
+        """Writes values of the same shapes and types as the first ones over them, where they are."""
+        assert weight.shape == (self.out_features, self.in_features), f"weight is {tuple(weight.shape)}"
+        assert weight.dtype == WEIGHT_DTYPES[self.weight_format], f"weight is {weight.dtype}"
+        assert (scale is not None) == (self.weight_format is Format.INT8), "int8 weights need a scale, others have none"
         held = (
             weight.contiguous(),
             contiguous_as(bias, torch.float32),
