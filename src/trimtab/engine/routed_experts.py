@@ -18,7 +18,7 @@ from trimtab.engine.block_pool import BlockPool
 from trimtab.engine.request import Request
 from trimtab.experts.routed_experts import RoutedExpertsLayout, get_routed_experts_attn_gid
 from trimtab.outputs import RoutedExpertsMeta
-from trimtab.plan import KVCacheConfig, RoutedRows
+from trimtab.plan import KVCacheConfig, RoutedRows, ScheduledRow
 
 if TYPE_CHECKING:
     from trimtab.engine.scheduler import Part
@@ -78,7 +78,7 @@ class FrozenRows:
 class _Launched:
     """Where a step in flight writes."""
 
-    parts: Sequence[Part]
+    scheduled: list[ScheduledRow]  # and not their requests, which may end meanwhile
     blocks: np.ndarray  # int64 [T]
     distinct: list[int]  # blocks, and the generation of each at launch
     generations: list[int]
@@ -129,7 +129,7 @@ class RoutedExpertsStore:
                 counts.append(count)
                 position += count
         self._in_flight[step_id] = _Launched(
-            parts,
+            [part.scheduled for part in parts],
             np.repeat(np.array(distinct, np.int64), counts),
             distinct,
             [generation[block] for block in distinct],
@@ -188,10 +188,10 @@ class RoutedExpertsStore:
             frozen.gap = _gap(frozen.end)
             return
         offset = 0
-        for other in launched.parts:
-            if other is part:
+        for other in launched.scheduled:
+            if other is scheduled:
                 break
-            offset += other.scheduled.num_tokens
+            offset += other.num_tokens
         rows = experts[offset + skipped : offset + scheduled.num_tokens].copy()
         frozen.append(rows, np.full(len(rows), launched.weights_version, np.int32))
 
