@@ -343,7 +343,8 @@ def _complete(work: Work, commit: SentCommit, reports: Sequence[Report]) -> Work
     silent = sorted(set(range(placement.topology.num_ranks)) - set(digests))
     if silent:
         return Broken(work.placement, f"rank {silent[0]} did not commit layer {commit.layer}, and must")
-    other = sorted(rank for rank, digest in digests.items() if digest != placement.digest())
+    expected = placement.digest()
+    other = sorted(rank for rank, digest in digests.items() if digest != expected)
     if other:
         return Broken(work.placement, f"rank {other[0]} has another placement after the commit of layer {commit.layer}")
     return replace(work, placement=placement, num_committed=work.num_committed + 1, waited_s=0.0)

@@ -58,7 +58,7 @@ class InlinePolicy:
         return answer
 
     def close(self) -> None:
-        pass
+        self._answer = None
 
 
 class _Array(msgspec.Struct):

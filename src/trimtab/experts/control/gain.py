@@ -1,0 +1,110 @@
+"""What a rearrangement would bring and what it would cost, in numbers that are shown also when the answer is no."""
+
+# L MoE layers  n ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.experts.control.policy.base import rank_loads, scaled_counts
+from trimtab.experts.delta import LayerDelta
+from trimtab.experts.load import ExpertLoad
+from trimtab.experts.placement import Placement
+
+ASSUMED_BANDWIDTH = 1e9  # bytes/s into a rank, until a move was measured
+
+
+def balancedness(load: ExpertLoad, placement: Placement) -> npt.NDArray[np.float64]:
+    """[L]: mean over max of the ranks' loads, 1 where all carry the same; a layer without load counts as even (B29)."""
+    loads = rank_loads(scaled_counts(load), placement).astype(np.float64)
+    heaviest = loads.max(axis=1)
+    return np.divide(loads.mean(axis=1), heaviest, out=np.ones_like(heaviest), where=heaviest > 0)
+
+
+def mean_balancedness(load: ExpertLoad, placement: Placement) -> float:
+    """Averaged over the layers that had traffic; 1 where none had (B29)."""
+    has_traffic = load.counts.any(axis=1)
+    return float(balancedness(load, placement)[has_traffic].mean()) if has_traffic.any() else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A proposed placement against the one in force. Times are of the slowest rank."""
+
+    balancedness: float  # now, over the window
+    predicted_balancedness: float
+    experts_share: float  # of step time: experts and waiting for other ranks; 1 while it was not measured
+    step_s: float  # mean; 0 while it was not measured
+    num_moves: int  # slots that get another expert
+    num_bytes: int  # received by all ranks together
+    busiest_rank_bytes: int
+    bandwidth: float  # bytes/s into a rank
+    horizon_steps: int
+    gain: float  # part of step time that would be saved
+    cost: float  # part of the horizon's time that the moves take on the busiest rank
+    min_gain: float
+
+    @property
+    def pays(self) -> bool:
+        return self.min_gain == 0 or self.gain - self.cost >= self.min_gain
+
+    def numbers(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look_ahead(
+    load: ExpertLoad,
+    times: npt.NDArray[np.float64],
+    current: Placement,
+    proposed: Placement,
+    deltas: Sequence[LayerDelta],
+    *,
+    slot_nbytes: int,
+    bandwidth: float,
+    horizon_steps: int,
+    min_gain: float,
+) -> Outlook:
+    """times [n, 3]: seconds of steps, experts and waiting over the load's steps."""
+    now, then = (_barrier_load(load, placement) for placement in (current, proposed))
+    received = _received_bytes(current, deltas, slot_nbytes)
+    share, step_s = 1.0, 0.0
+    if times[:, 0].max(initial=0.0) > 0 and load.num_steps:
+        step_s = float(times[:, 0].max()) / load.num_steps
+        share = float(min(1.0, ((times[:, 1] + times[:, 2]) / np.maximum(times[:, 0], 1e-12)).max()))
+    busiest = int(received.max(initial=0))
+    horizon_s = horizon_steps * step_s
+    return Outlook(
+        balancedness=mean_balancedness(load, current),
+        predicted_balancedness=mean_balancedness(load, proposed),
+        experts_share=share,
+        step_s=step_s,
+        num_moves=sum(delta.num_slots for delta in deltas),
+        num_bytes=int(received.sum()),
+        busiest_rank_bytes=busiest,
+        bandwidth=bandwidth,
+        horizon_steps=horizon_steps,
+        gain=share * (1 - then / now) if now else 0.0,
+        cost=busiest / bandwidth / horizon_s if horizon_s else 0.0,
+        min_gain=min_gain,
+    )
+
+
+def _barrier_load(load: ExpertLoad, placement: Placement) -> float:
+    """Layers are passed one after the other, and in each all ranks wait for the most loaded one."""
+    totals = load.counts.sum(axis=1).astype(np.float64)
+    return float((totals / balancedness(load, placement)).sum())
+
+
+def _received_bytes(current: Placement, deltas: Sequence[LayerDelta], slot_nbytes: int) -> npt.NDArray[np.int64]:
+    """[n]: an expert that a rank holds already is copied there; any other is received once."""
+    received = np.zeros(current.topology.num_ranks, dtype=np.int64)
+    for delta in deltas:
+        for transfer in delta.transfers:
+            if transfer.source_rank(current) != transfer.target_rank(current):
+                received[transfer.target_rank(current)] += slot_nbytes
+    return received
