@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.assemble import Parts, assemble, read_generation_config
@@ -158,6 +159,17 @@ class LLM:
             yield usage
         finally:
             usage.detach(layers)
+
+    def save_routed_experts(self, path: str | Path, outputs: Sequence[RequestOutput]) -> Path:
+        """Writes the routed experts of finished outputs for trainers, whole or not at all (see `trimtab.replay`).
+
+        Log-probabilities of the sampled tokens are written where `SamplingParams.logprobs` asked for them (0 will do).
+        """
+        from trimtab.replay.routes import RoutedModel, routes_of
+        from trimtab.replay.routes_file import save_routes
+
+        model = RoutedModel.of(self._parts.spec)
+        return save_routes(path, (routes for output in outputs for routes in routes_of(output, model)))
 
     def stats(self) -> dict[str, Any]:
         """What the engine did and what it holds, as plain data: over all data-parallel ranks, and of each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -123,6 +123,7 @@ def generate(
     chat: Annotated[bool, Parameter(negative="")] = False,
     system: str | None = None,
     json_lines: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    return_routed_experts: Path | None = None,
     sampling: Annotated[SamplingOptions | None, Parameter(name="*")] = None,
     engine: Annotated[EngineOptions | None, Parameter(name="*")] = None,
 ) -> int:
@@ -146,15 +147,27 @@ def generate(
         The system message, with --chat.
     json_lines
         Print one JSON object per prompt, with token ids, finish reasons and times.
+    return_routed_experts
+        Write the experts that each token used, and the sampled tokens' log-probabilities, to this safetensors file for
+        trainers (see trimtab routes and trimtab replay); needs --enable-return-routed-experts.
     """
     if system and not chat:
         raise ValueError("--system needs --chat; add it, or write the instruction into the prompt")
     prompts = read_prompts(prompt, file)
     if chat:
         prompts = [as_chat(line, system) for line in prompts]
-    sampling_params(sampling)  # what is impossible should not wait for the model
+    # What is impossible should not wait for the model.
+    sampling_params(sampling)
+    if return_routed_experts is not None and not engine_config(model, engine).enable_return_routed_experts:
+        raise ValueError("--return-routed-experts needs an engine that stores them; add --enable-return-routed-experts")
     llm = open_llm(model, engine)
-    results = run_prompts(llm, prompts, sampling_params(sampling, llm.get_default_sampling_params()))
+    params = sampling_params(sampling, llm.get_default_sampling_params())
+    if return_routed_experts is not None and params.logprobs is None:
+        params = replace(params, logprobs=0)  # a trainer compares them with its own
+    results = run_prompts(llm, prompts, params)
+    if return_routed_experts is not None:
+        finished = [result for result in results if not isinstance(result, str) and result.error is None]
+        llm.save_routed_experts(return_routed_experts, finished)
     if json_lines:
         for index, (line, result) in enumerate(zip(prompts, results, strict=True)):
             print(json.dumps(as_json(index, line, result), ensure_ascii=False), flush=True)

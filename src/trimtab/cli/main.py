@@ -55,6 +55,23 @@ COMMANDS = {
             'echo "What is the capital of France?" | trimtab chat --temperature 0',
         ),
     ),
+    "routes": Command(
+        "trimtab.cli.routes:routes",
+        "Draw which experts every token used, and how evenly",
+        (
+            "trimtab generate --prompt Hello --enable-return-routed-experts --return-routed-experts routes.safetensors",
+            "trimtab routes routes.safetensors",
+            "trimtab routes routes.safetensors --completion 3 --start 128 --output experts.png",
+        ),
+    ),
+    "replay": Command(
+        "trimtab.cli.replay:replay",
+        "Compare a trainer's routing with a rollout's, without and with replay",
+        (
+            "trimtab replay demo routes.safetensors",
+            "trimtab replay PATH routes.safetensors --dtype bfloat16 --json",
+        ),
+    ),
     "inspect": Command(
         "trimtab.cli.inspect:inspect",
         "Say what a checkpoint is, what it needs, and whether it runs",

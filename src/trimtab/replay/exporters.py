@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.replay.routes import Routes, narrow_dtype
+from trimtab.replay.routes import Routes
 
 # What stands in a dense layer's rows. SGLang's buffers start as zeros, and trainers either skip those layers by the
 # model's layout or drop leading layers that are all zero; another value would be taken for a choice.
@@ -21,7 +21,7 @@ DENSE_LAYER_ID = 0
 
 def to_moe_layers(routes: Routes) -> np.ndarray:
     """[S - 1 - start, MoE layers, top-k], uint8 or uint16: vLLM's `CompletionOutput.routed_experts`."""
-    return np.ascontiguousarray(_forwarded_rows(routes), dtype=narrow_dtype(routes.model.num_experts))
+    return np.ascontiguousarray(_forwarded_rows(routes), dtype=routes.model.dtype)
 
 
 def to_all_layers(routes: Routes) -> np.ndarray:

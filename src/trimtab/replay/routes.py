@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trimtab.experts.routed_experts import RoutedExpertsLayout, routed_experts_layout
+
 if TYPE_CHECKING:
     from trimtab.models.spec import ModelSpec
     from trimtab.outputs import RequestOutput
@@ -38,20 +40,20 @@ class RoutedModel:
     @classmethod
     def of(cls, spec: ModelSpec) -> RoutedModel:
         """Of a checkpoint as trimtab reads it."""
-        layers = spec.moe_layers
+        layout = routed_experts_layout(spec.moe_layers)
         return cls(
             model=spec.path.name,
             architecture=spec.architecture,
-            num_experts=max(layer.num_experts for layer in layers),
-            top_k=max(layer.top_k for layer in layers),
-            layer_ids=tuple(layer.layer_id for layer in layers),
+            num_experts=layout.num_experts,
+            top_k=layout.top_k,
+            layer_ids=layout.layer_ids,
             num_hidden_layers=spec.num_layers,
         )
 
-
-def narrow_dtype(num_experts: int) -> np.dtype:
-    """The narrowest unsigned type that holds every id: one byte up to 256 experts, else two."""
-    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+    @property
+    def dtype(self) -> np.dtype:
+        """The narrowest unsigned type that holds every id: one byte up to 256 experts, else two."""
+        return RoutedExpertsLayout(self.layer_ids, self.num_experts, self.top_k).dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

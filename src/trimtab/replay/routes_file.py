@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from trimtab.replay.routes import RoutedModel, Routes, narrow_dtype
+from trimtab.replay.routes import RoutedModel, Routes
 
 SCHEMA = "trimtab.routes/1"
 
@@ -37,9 +37,7 @@ def save_routes(path: str | Path, routes: Iterable[Routes]) -> Path:
         model = model or entry.model
         if entry.model != model:
             raise ValueError(f"{entry.label} is of {entry.model}, the first of {model}; write one file per model")
-        tensors[f"{position}.routed_experts"] = np.ascontiguousarray(
-            entry.experts, dtype=narrow_dtype(model.num_experts)
-        )
+        tensors[f"{position}.routed_experts"] = np.ascontiguousarray(entry.experts, dtype=model.dtype)
         tensors[f"{position}.token_ids"] = np.ascontiguousarray(entry.token_ids, dtype=np.int64)
         if entry.logprobs is not None:
             tensors[f"{position}.logprobs"] = np.ascontiguousarray(entry.logprobs, dtype=np.float32)
@@ -68,7 +66,7 @@ def _metadata(model: RoutedModel, records: list[dict[str, Any]]) -> dict[str, st
         "top_k": str(model.top_k),
         "layer_ids": json.dumps(model.layer_ids),
         "num_hidden_layers": str(model.num_hidden_layers),
-        "dtype": narrow_dtype(model.num_experts).name,
+        "dtype": model.dtype.name,
         "completions": json.dumps(records),
     }
 
@@ -124,7 +122,7 @@ class RoutesFile:
             raise IndexError(f"{self.path} holds {len(self)} completions; {position} is not one of them")
         position %= len(self)
         record = self._records[position]
-        experts = self._tensor(f"{position}.routed_experts", narrow_dtype(self.model.num_experts))
+        experts = self._tensor(f"{position}.routed_experts", self.model.dtype)
         has_logprobs = f"{position}.logprobs" in self._names
         try:
             return Routes(
@@ -163,10 +161,10 @@ class RoutesFile:
             )
         except ValueError as error:
             raise ValueError(f"{self.path} has metadata that does not fit together: {error}") from error
-        if metadata["dtype"] != narrow_dtype(model.num_experts).name:
+        if metadata["dtype"] != model.dtype.name:
             raise ValueError(
                 f"{self.path} says dtype {metadata['dtype']}; {model.num_experts} experts are stored as "
-                f"{narrow_dtype(model.num_experts).name}"
+                f"{model.dtype.name}"
             )
         return model
 
