@@ -8,6 +8,7 @@ import os
 
 from trimtab.kernels.features import memory
 
+_REMEDY = "lower max_num_batched_tokens or choose all2all_backend='gloo'"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -26,13 +27,16 @@ class SharedSegment:
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
 
     @classmethod
-    def create(cls, num_bytes: int, available_bytes: int | None = None) -> SharedSegment:
-        """Raises ValueError, naming both numbers, where fewer than `num_bytes` are free (None: as the cgroup says)."""
+    def create(cls, num_bytes: int, available_bytes: int | None = None, remedy: str = _REMEDY) -> SharedSegment:
+        """Raises ValueError, naming both numbers and the remedy, where fewer than `num_bytes` are free.
+
+        `available_bytes` None: as the cgroup says.
+        """
         # Asked first: the system would give anonymous files whatever they want, until it must kill someone.
         if available_bytes is None:
             available_bytes = memory().available_bytes
         if num_bytes > available_bytes:
-            raise ValueError(_too_large(num_bytes, f"{available_bytes} bytes are available"))
+            raise ValueError(_too_large(num_bytes, f"{available_bytes} bytes are available", remedy))
         descriptor = os.memfd_create("trimtab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
@@ -41,7 +45,7 @@ class SharedSegment:
             return cls(descriptor, num_bytes)
         except OSError as error:
             os.close(descriptor)
-            raise ValueError(_too_large(num_bytes, f"the system gives fewer ({error.strerror})")) from error
+            raise ValueError(_too_large(num_bytes, f"the system gives fewer ({error.strerror})", remedy)) from error
 
     @classmethod
     def attach(cls, path: str) -> SharedSegment:
@@ -64,8 +68,5 @@ class SharedSegment:
             return
 
 
-def _too_large(num_bytes: int, reason: str) -> str:
-    return (
-        f"shared memory between ranks needs {num_bytes} bytes, and {reason}; "
-        "lower max_num_batched_tokens or choose all2all_backend='gloo'"
-    )
+def _too_large(num_bytes: int, reason: str, remedy: str) -> str:
+    return f"shared memory between ranks needs {num_bytes} bytes, and {reason}; {remedy}"

@@ -1,0 +1,1 @@
+"""How experts' bytes travel: one contract (`base`), memory that ranks share, and Gloo."""
