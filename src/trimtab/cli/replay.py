@@ -55,10 +55,12 @@ def show(report: ReplayReport, rollout: RoutedModel, trainer: str) -> None:
     table.add_column("with replay", justify="right", style="bold")
     table.add_row("experts that agree", *(percent(run.agreement) for run in runs))
     table.add_row("rows with another set of experts", *(percent(run.row_mismatch) for run in runs))
-    table.add_row("KL(rollout || trainer), k1: mean d", *(_number(run.kl_k1) for run in runs))
-    table.add_row("KL(rollout || trainer), k3: mean exp(-d) - 1 + d", *(_number(run.kl_k3) for run in runs))
+    table.add_row("KL by k1, the mean of d", *(_number(run.kl_k1) for run in runs))
+    table.add_row("KL by k3, the mean of exp(-d) - 1 + d", *(_number(run.kl_k3) for run in runs))
     console.print(table)
-    console.print("[dim]d = rollout's log-probability of a sampled token - trainer's[/dim]\n")
+    console.print(
+        "[dim]KL is KL(rollout || trainer); d: the rollout's log-probability of a sampled token - the trainer's[/dim]\n"
+    )
     layers = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
     for title in ("layer", "rows that differ", "experts that differ", "with replay"):
         layers.add_column(title, justify="right")

@@ -78,19 +78,20 @@ def show(facts: dict[str, Any], drawn: str, picture: Path) -> None:
         f"top-{facts['top_k']} of {facts['num_experts']} experts in {len(facts['layers'])} layers"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("layer", "entropy", "as many as", "unused"):
+    for title in ("layer", "entropy", "as if", "unused"):
         table.add_column(title, justify="right")
-    table.add_column("busiest experts, share of the layer's tokens")
+    table.add_column("busiest experts, their share")
     for layer in facts["layers"]:
-        busiest = "   ".join(f"{one['expert']:>3} {one['share']:>6.1%}" for one in layer["busiest"])
+        busiest = "  ".join(f"{one['expert']:>3} {one['share']:>4.0%}" for one in layer["busiest"])
         table.add_row(
             str(layer["layer_id"]),
             f"{layer['entropy_bits']:.2f} bits",
-            f"{layer['effective_experts']:.1f} even ones",
+            f"{layer['effective_experts']:.1f}",
             str(layer["unused_experts"]),
             busiest,
         )
     console.print(table)
+    console.print("[dim]as if: so many experts sharing alike would have this entropy[/dim]")
     console.print(f"[dim]The picture of {drawn}:[/dim] {picture}", soft_wrap=True)
 
 

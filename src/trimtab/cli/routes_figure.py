@@ -39,11 +39,12 @@ def save_routes_figure(routes: Routes, path: Path, *, start: int = 0, num_tokens
 def _draw(plt: Any, routes: Routes, rows: np.ndarray, start: int) -> Any:
     model = routes.model
     num_layers, num_experts = len(model.layer_ids), model.num_experts
-    height = min(max(3.4, 0.17 * num_layers * model.top_k), 8.0) + 2.1
+    height = min(max(3.4, 0.17 * num_layers * model.top_k), 8.0) + 2.6
     figure = plt.figure(figsize=(13.2, height))
-    frame = {"left": 0.055, "right": 0.98, "top": 1 - 1.2 / height, "bottom": 0.95 / height}
-    layout = figure.add_gridspec(1, 4, width_ratios=[3.1, 0.06, 0.95, 0.62], wspace=0.16, **frame)
-    over_tokens, scale, over_experts, evenness = (figure.add_subplot(layout[0, column]) for column in range(4))
+    frame = {"left": 0.055, "right": 0.98, "top": 1 - 1.75 / height, "bottom": 0.95 / height}
+    # Columns: tokens, the colours' scale, room for its numbers, experts, room for layer numbers, evenness.
+    layout = figure.add_gridspec(1, 6, width_ratios=[3.1, 0.06, 0.03, 0.95, 0.0001, 0.62], wspace=0.13, **frame)
+    over_tokens, scale, over_experts, evenness = (figure.add_subplot(layout[0, column]) for column in (0, 1, 3, 5))
     colours = _expert_colours(num_experts)
     _tokens_panel(over_tokens, routes, rows, start, colours)
     _expert_scale(scale, colours)
@@ -53,17 +54,20 @@ def _draw(plt: Any, routes: Routes, rows: np.ndarray, start: int) -> Any:
     for panel in (over_experts, evenness):
         panel.set_yticks(*_layer_ticks(model.layer_ids, 1))
         panel.set_ylim(num_layers - 0.5, -0.5)
-    figure.text(0.055, 1 - 0.36 / height, "Which experts every token used", fontsize=17, fontweight="bold", va="center")
+    figure.text(0.055, 1 - 0.38 / height, "Which experts every token used", fontsize=17, fontweight="bold", va="center")
     shown = f"{len(rows):,} of {routes.num_rows:,} tokens" if len(rows) < routes.num_rows else f"{len(rows):,} tokens"
     facts = f"{model.model} · {routes.label} · {shown} · {num_layers} MoE layers · top-{model.top_k} of {num_experts}"
-    figure.text(0.055, 1 - 0.68 / height, facts, fontsize=10, color=FAINT, va="center")
+    figure.text(0.055, 1 - 0.72 / height, facts, fontsize=10, color=FAINT, va="center")
     return figure
 
 
 def _expert_colours(num_experts: int) -> np.ndarray:
-    """[E, 3]: round the colour wheel, neighbours told apart by three steps of lightness."""
+    """[E, 3]: a palette made to be told apart for a few; else round the colour wheel in three steps of lightness."""
+    from matplotlib import colormaps
     from matplotlib.colors import hsv_to_rgb
 
+    if num_experts <= 10:
+        return 0.88 * np.asarray(colormaps["tab10"](np.arange(num_experts)))[:, :3] + 0.12
     experts = np.arange(num_experts)
     value = np.array([0.94, 0.72, 0.50])[experts % 3]
     saturation = np.array([0.52, 0.72, 0.62])[experts % 3]
@@ -85,12 +89,11 @@ def _tokens_panel(panel: Any, routes: Routes, rows: np.ndarray, start: int, colo
     boundary = routes.num_prompt_tokens
     if first < boundary < first + num_tokens:
         panel.axvline(boundary - 0.5, color=INK, linewidth=1.6)
-        place = (boundary - 0.5 - first + 0.5) / num_tokens
-        at_right = place > 0.5
-        text = "prompt ends here  " if at_right else "  output begins here"
-        panel.text(
-            place, 1.012, text, transform=panel.transAxes, fontsize=8.5, color=INK, ha="right" if at_right else "left"
-        )
+        at_right = boundary - first > num_tokens / 2
+        text, align = ("prompt ends here  ", "right") if at_right else ("  output begins here", "left")
+        place = ((boundary - first) / num_tokens, 1.0)
+        offset = {"xytext": (0, 5), "textcoords": "offset points", "xycoords": "axes fraction"}
+        panel.annotate(text, place, fontsize=8.5, color=INK, ha=align, **offset)
     _clear(panel)
 
 
@@ -110,9 +113,9 @@ def _experts_panel(panel: Any, counts: np.ndarray, num_tokens: int) -> None:
     top = float(max(np.percentile(shares, 99), 1.5 / counts.shape[1]))
     panel.imshow(shares, aspect="auto", cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
     panel.set_xlabel("expert")
-    if counts.shape[1] <= 16:
+    if counts.shape[1] <= 8:
         panel.set_xticks(range(counts.shape[1]))
-    _title(panel, "Every expert", f"share of the tokens, yellow {top:.0%} and more")
+    _title(panel, "Every expert", f"share of tokens (yellow: {top:.0%}, more)")
     _clear(panel)
 
 
@@ -121,11 +124,12 @@ def _evenness_panel(panel: Any, counts: np.ndarray) -> None:
 
     num_experts = counts.shape[1]
     effective = 2 ** entropies(counts)
-    panel.barh(range(len(counts)), effective, color=_ACCENT, height=0.62)
+    panel.barh(range(len(counts)), effective, color=_ACCENT, height=0.62 if len(counts) > 6 else 0.3)
     panel.axvline(num_experts, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
     panel.set_xlim(0, num_experts * 1.04)
-    panel.set_xlabel(f"of {num_experts} experts", fontsize=10)
-    _title(panel, "How evenly", "2^entropy: sharing evenly")
+    panel.set_xticks([0, num_experts / 2, num_experts], ["0", f"{num_experts / 2:g}", str(num_experts)])
+    panel.set_xlabel("experts")
+    _title(panel, "How evenly", "as if so many shared alike")
     _clear(panel)
 
 
@@ -138,8 +142,9 @@ def _layer_ticks(layer_ids: tuple[int, ...], rows_per_layer: int) -> tuple[list[
 
 
 def _title(panel: Any, title: str, subtitle: str) -> None:
-    panel.set_title(title, fontsize=12.5, fontweight="bold", loc="left", pad=22)
-    panel.text(0, 1.012, subtitle, transform=panel.transAxes, fontsize=8.5, color=FAINT)
+    panel.set_title(title, fontsize=12.5, fontweight="bold", loc="left", pad=36)
+    offset = {"xytext": (0, 21), "textcoords": "offset points", "xycoords": "axes fraction"}
+    panel.annotate(subtitle, (0, 1), fontsize=8.5, color=FAINT, **offset)
 
 
 def _clear(panel: Any) -> None:
