@@ -229,6 +229,8 @@ class _Loader:
                 conversions, self.network, module, self.checkpoint, expert, layer.num_experts, self.spec.dtype
             )
             kernel.load_slot(position, tensors)
+            for conversion in conversions:
+                conversion.release_expert(self.checkpoint, expert, layer.num_experts)
         for conversion in conversions:
             self.meter.finish(conversion, len(slots) * conversion.expert_bytes(self.checkpoint, layer.num_experts))
         return MoELayer(

@@ -132,8 +132,8 @@ class _Source:
                 conversions, self.trial, module, self.checkpoint, expert, layer.num_experts, self.spec.dtype
             )
             layer.kernel.load_slot(position, tensors)
-        for conversion in conversions:
-            self._release(conversion)
+            for conversion in conversions:
+                conversion.release_expert(self.checkpoint, expert, layer.num_experts)
 
     def check_values(self) -> None:
         self._check_ties()

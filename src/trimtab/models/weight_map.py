@@ -68,6 +68,11 @@ class Conversion:
         }
         return {name: value[0] for name, value in self.convert(network, tensors).items()}
 
+    def release_expert(self, checkpoint: Checkpoint, expert: int, num_experts: int) -> None:
+        """Lets go what `read_expert` gave, once it was copied: a layer's experts are most of a model."""
+        for names in self.sources.values():
+            checkpoint.release(names[0] if self.is_stacked(names, num_experts, checkpoint) else names[expert])
+
     def expert_bytes(self, checkpoint: Checkpoint, num_experts: int) -> int:
         """Stored bytes of one expert's part; every expert's is as large."""
         total = 0

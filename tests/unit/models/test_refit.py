@@ -189,29 +189,43 @@ def test_a_rank_reads_and_writes_only_its_share(tmp_path: Path, rank: int, monke
             assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_one_tensor_at_a_time_is_read_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second copy of the model: of the dense part never more than one parameter's tensors are mapped at once."""
-    old, new = two_checkpoints(tmp_path, "qwen3_moe")
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+def test_one_tensor_at_a_time_is_read_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """No second copy of the model: never more is mapped than one parameter's tensors, or those of one expert."""
+    old, new = two_checkpoints(tmp_path, "qwen3_moe", layout=layout)
     model = load(old)
-    open_names: set[str] = set()
+    mapped: set[str] = set()
     most = 0
     original_read, original_release = Checkpoint.read, Checkpoint.release
 
     def read(self: Checkpoint, name: str) -> Tensor:
         nonlocal most
-        if ".experts." not in name:
-            open_names.add(name)
-            most = max(most, len(open_names))
+        mapped.add(name)
+        most = max(most, len(mapped))
         return original_read(self, name)
 
     def release(self: Checkpoint, name: str) -> None:
-        open_names.discard(name)
+        mapped.discard(name)
         original_release(self, name)
 
     monkeypatch.setattr(Checkpoint, "read", read)
     monkeypatch.setattr(Checkpoint, "release", release)
     refit(model, new)
-    assert most == 1 and not open_names
+    assert most == (3 if layout == "per_expert" else 2), "gate, up and down of one expert"
+    assert not mapped
+
+
+def test_b21_a_state_dict_knows_nothing_of_placements(tmp_path: Path) -> None:
+    """B21: copying one model's whole state into another's changes no look-up."""
+    old, new = two_checkpoints(tmp_path, "qwen3_moe")
+    model, other = load(old, shuffled(2, seed=1)), load(new, shuffled(2, seed=2))
+    tables = [layer.routing_table.slots.clone() for layer in model.moe_layers]
+    state = other.network.state_dict()
+    assert state and not [name for name in state if "expert" in name or "slot" in name]
+    model.network.load_state_dict(state)
+    assert all(
+        torch.equal(layer.routing_table.slots, table) for layer, table in zip(model.moe_layers, tables, strict=True)
+    )
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

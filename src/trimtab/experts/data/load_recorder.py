@@ -8,9 +8,7 @@ dispatched. Imported only where experts are balanced; else a layer looks up and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,18 +19,6 @@ from trimtab.experts.data.dispatch.base import RankPlace
 from trimtab.experts.data.map_and_record import map_and_record
 from trimtab.experts.data.routing_table import RoutingTable
 from trimtab.experts.placement import IntArray, Placement
-
-
-class LoadCollectionPhase(StrEnum):
-    """Which batches a rank's load is counted of; a batch with any prompt token is prefill, every other one decode."""
-
-    ALL = "all"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    def counts(self, *, is_prefill: bool) -> bool:
-        """The one decision of a batch, for all its layers."""
-        return self in (LoadCollectionPhase.ALL, self.PREFILL if is_prefill else self.DECODE)
 
 
 class RecordedLayer(Protocol):
@@ -47,7 +33,7 @@ class SlotLoadRecorder:
 
     1. `attach` once: the layers look up and count in one operation from then on. 2. `begin_step` before each forward.
     3. `fold` under the placement that was in force since the last fold: before a layer's placement changes, and when
-    the load is reported. Nothing counts before the first step; a forward that warms up later runs in `paused` (B26).
+    the load is reported. Nothing counts before the first step: a forward that only warms up is no load (B26).
 
     Called on: the runner's thread. All tensors keep their identity, also inside a traced network.
     """
@@ -82,16 +68,6 @@ class SlotLoadRecorder:
         np.add.at(folded, (layers, placement.slot_to_expert), counts)
         self.counts.zero_()
         return folded
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Forwards in here, real in all but their tokens, count nothing; then the step before goes on as it was."""
-        before = self.counted.clone()
-        self.counted.zero_()
-        try:
-            yield
-        finally:
-            self.counted.copy_(before)
 
 
 class RecordingLookUp:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -108,6 +109,75 @@ def test_a_refresh_makes_the_layer_follow_its_row_of_the_placement() -> None:
     layer = make_layer(Placement(Topology(3), [[0, 1, 2], [2, 0, 1]]), 1)
     layer.refresh(Placement(Topology(3), [[0, 1, 2], [1, 2, 0]]))
     assert layer.look_up(torch.tensor([[0, 1], [2, -1]])).tolist() == [[2, 0], [1, -1]]
+
+
+def test_b109_a_token_has_its_bits_alone_padded_among_others_and_in_any_step() -> None:
+    """B109: whatever replica its position and step lead to, with load recorded."""
+    placement = Placement(Topology(4, 5), [[3, 0, 1, 0, 2, 1, 0, 0, 3]])
+    layer = make_layer(placement)
+    recorder = SlotLoadRecorder(placement, RankPlace())
+    recorder.attach([layer])
+    hidden, chosen, gates = tokens(8)
+    hidden, chosen, gates = hidden[:1].repeat(8, 1), chosen[:1].repeat(8, 1), gates[:1].repeat(8, 1)
+    others = tokens(8)
+    alone = layer.forward(hidden[:1], chosen[:1], gates[:1])
+    slots_used = set()
+    for step in range(3):
+        recorder.begin_step(True)
+        slots_used |= set(map(tuple, layer.look_up(chosen).tolist()))
+        assert torch.equal(layer.forward(hidden, chosen, gates), alone.expand(8, -1))
+        for position in range(8):
+            for is_padded in (False, True):
+                batch = [tensor.clone() for tensor in others]
+                batch[1][:] = -1 if is_padded else batch[1]
+                batch[0][position], batch[1][position], batch[2][position] = hidden[0], chosen[0], gates[0]
+                assert torch.equal(layer.forward(*batch)[position], alone[0]), (step, position, is_padded)
+    assert len(slots_used) > 1, "replicas took turns"
+
+
+def test_rule_11_outputs_have_the_same_bits_at_every_step_between_commits() -> None:
+    """Three layers in a row, committed one per step: old and new ones are mixed, and load is right throughout (B17)."""
+    topology = Topology(4, 2)
+    generator = np.random.default_rng(8)
+    spread = np.array([0, 1, 2, 3, 0, 1])
+    old = Placement(topology, [generator.permutation(spread) for _ in range(3)])
+    new = Placement(topology, [generator.permutation(np.array([0, 1, 2, 3, 3, 3])) for _ in range(3)])
+    layers = [make_layer(old, ordinal) for ordinal in range(3)]
+    recorder = SlotLoadRecorder(old, RankPlace())
+    recorder.attach(layers)
+    hidden, chosen, gates = tokens(9)
+
+    def forward() -> Tensor:
+        recorder.begin_step(True)
+        out = hidden
+        for layer in layers:
+            out = out + layer.forward(out, chosen, gates)
+        return out
+
+    expected = forward()
+    load = [chosen.flatten().bincount(minlength=4).tolist()] * 3
+    assert recorder.fold(old).tolist() == load
+    placement, num_moved = old, 0
+    for ordinal in range(3):
+        kernel = layers[ordinal].kernel
+        moves = np.flatnonzero(new.slot_to_expert[ordinal] != old.slot_to_expert[ordinal]).tolist()
+        sources = [old.slots_of_expert(ordinal, int(new.slot_to_expert[ordinal, slot]))[0] for slot in moves]
+        staged = dict(zip(moves, [kernel.read_slot(source) for source in sources], strict=True))
+        looked_up = layers[ordinal].look_up(chosen).tolist()
+        recorder.fold(placement)
+        for slot, tensors in staged.items():
+            kernel.load_slot(slot, tensors)
+        placement = placement.with_layer(ordinal, new)
+        layers[ordinal].refresh(placement)
+        num_moved += len(staged)
+        assert layers[ordinal].look_up(chosen).tolist() != looked_up
+        recorder.fold(placement)
+        assert torch.equal(forward(), expected)
+        assert recorder.fold(placement).tolist() == load
+    assert num_moved > 3 and placement == new
+    # The control: a look-up that was not refreshed finds other experts.
+    layers[0].routing_table.refresh(old, 0)
+    assert not torch.equal(forward(), expected)
 
 
 def test_no_tokens_pass_through_the_whole_story() -> None:
