@@ -327,7 +327,7 @@ class _Workspaces(threading.local):
 
     def __init__(self) -> None:
         self._tiles: dict[Layout, PackedTile] = {}
-        self._plain = torch.empty(0)
+        self._plain = torch.empty(0, dtype=torch.float32)
 
     def packed(self, layout: Layout) -> PackedTile:
         tile = self._tiles.get(layout)
@@ -340,7 +340,7 @@ class _Workspaces(threading.local):
     def plain(self, num_rows: int, num_columns: int) -> Tensor:
         if self._plain.numel() < num_rows * num_columns:
             with torch.inference_mode(False):
-                self._plain = torch.empty(num_rows * num_columns)
+                self._plain = torch.empty(num_rows * num_columns, dtype=torch.float32)
         return self._plain[: num_rows * num_columns].view(num_rows, num_columns)
 
 
@@ -351,7 +351,7 @@ _prototypes: dict[Layout, Tensor] = {}
 def _layout_of(num_rows: int, num_columns: int) -> Layout:
     layout = Layout(num_rows, num_columns, torch.get_num_threads())
     if layout not in _prototypes:
-        _prototypes[layout] = _pack(torch.zeros(num_rows, num_columns))
+        _prototypes[layout] = _pack(torch.zeros(num_rows, num_columns, dtype=torch.float32))
     return layout
 
 

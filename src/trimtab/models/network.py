@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trimtab.models import attention_plug, experts_plug
 from trimtab.models.errors import CheckpointError, UnsupportedModelError
 
 CONFIG_FILE = "config.json"
+_building = threading.Lock()
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 # Families that a trial forward on the meta device cannot tell from a supported one (see `trimtab.models.sweep`).
@@ -87,7 +89,9 @@ def build_network(config: PreTrainedConfig, dtype: torch.dtype, implementation: 
     """The network on the meta device, its attention and experts going to `implementation`. Leaves `config` alone."""
     attention_plug.register()
     experts_plug.register()
-    with torch.device("meta"):
+    # transformers sets the process's default dtype meanwhile, and puts back what it found: ranks that are threads would
+    # find each other's. For the same reason tensors elsewhere name their dtype.
+    with _building, torch.device("meta"):
         network = network_class(config)._from_config(
             copy.deepcopy(config),
             dtype=dtype,

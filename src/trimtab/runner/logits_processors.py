@@ -101,7 +101,9 @@ class BadWords(LogitsProcessor):
             if known:
                 tail[width - known :] = self.token_ids[row, position - known : position]
             completes = ((prefixes == tail) | (prefixes == -1)).all(dim=1)
-            penalty = torch.zeros(len(last_tokens), device=logits.device).masked_fill_(completes, MASKED)
+            penalty = torch.zeros(len(last_tokens), dtype=torch.float32, device=logits.device).masked_fill_(
+                completes, MASKED
+            )
             logits[index].index_add_(0, last_tokens, penalty)
 
 
@@ -153,7 +155,7 @@ class Penalties(LogitsProcessor):
 
     def __init__(self, token_ids: torch.Tensor, vocab_size: int) -> None:
         super().__init__(token_ids, vocab_size)
-        self._counts = torch.zeros(vocab_size, device=token_ids.device)  # all zero between calls
+        self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=token_ids.device)  # all zero between calls
 
     def setting(self, opened: OpenRow) -> _PenaltySetting | None:
         sampling = opened.sampling

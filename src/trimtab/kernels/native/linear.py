@@ -50,8 +50,8 @@ class NativeLinear:
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(weight, bias as fp32 with zeros for None, scale) as they were packed."""
         weight = torch.empty(self.out_features, self.in_features, dtype=WEIGHT_DTYPES[self.weight_format])
-        bias = torch.empty(self.out_features)
-        scale = torch.empty(self.out_features) if self.weight_format is Format.INT8 else None
+        bias = torch.empty(self.out_features, dtype=torch.float32)
+        scale = torch.empty(self.out_features, dtype=torch.float32) if self.weight_format is Format.INT8 else None
         self._core.unpack_linear(
             *self._geometry, weight.data_ptr(), bias.data_ptr(), address_of(scale), self.packed.data_ptr()
         )

@@ -155,9 +155,9 @@ class NativeMoe:
 
     def experts(self, rows: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
         """rows [N, H] fp32 or bf16, slot_ids [N] int64 -> [N, H] fp32: each row's expert without a gate weight."""
-        out = torch.empty(rows.shape)
+        out = torch.empty(rows.shape, dtype=torch.float32)
         # A product with one, added to zero, is the expert's output itself.
-        self._run(rows, slot_ids[:, None], torch.ones(len(rows), 1), out)
+        self._run(rows, slot_ids[:, None], torch.ones(len(rows), 1, dtype=torch.float32), out)
         return out
 
     def experts_in_place(

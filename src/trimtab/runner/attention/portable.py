@@ -221,7 +221,7 @@ def _row_tiles(
         low = max(0, low_query - window + 1)
         positions, keys = torch.arange(low_query, high).unsqueeze(1), torch.arange(low, high)
         hidden = (keys > positions) | (keys <= positions - window)
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, float("-inf"))
         tiles.append(_Tile(tile_start, tile_end, [piece(low, high, mask, False)]))
     return tiles
 

@@ -221,7 +221,7 @@ def _sum_answers(
     """answers: per rank, the fp32 outputs of `pairs` as bytes -> [T, H] of hidden's dtype."""
     num_tokens, top_k = slot_ids.shape
     hidden_size = hidden.shape[1]
-    outputs = torch.empty(num_tokens * top_k, hidden_size)
+    outputs = torch.empty(num_tokens * top_k, hidden_size, dtype=torch.float32)
     outputs[pairs.pair_ids] = torch.cat(answers).view(torch.float32).view(-1, hidden_size)
     out = torch.empty_like(hidden)
     kernel.combine(outputs.view(num_tokens, top_k, hidden_size), slot_ids, gate_weights, out)

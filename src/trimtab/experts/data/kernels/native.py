@@ -93,7 +93,7 @@ class NativeExpertKernel:
         if out.dtype in SCALARS:
             exchange.combine(outputs, slot_ids, gate_weights, out)
             return
-        total = torch.empty(out.shape)
+        total = torch.empty(out.shape, dtype=torch.float32)
         exchange.combine(outputs, slot_ids, gate_weights, total)
         out.copy_(total)
 

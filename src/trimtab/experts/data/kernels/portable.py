@@ -51,7 +51,7 @@ class PortableExpertKernel:
         self.layout = f"tensors of {self._row.layout}"
         # The only holder of slot objects: a commit that replaces an entry frees the old expert.
         self._slots: list[PackedExpert | None] = [None] * num_slots
-        self._partial = torch.empty(0)
+        self._partial = torch.empty(0, dtype=torch.float32)
 
     def load_slot(self, slot: int, tensors: ExpertTensors) -> None:
         self._slots[slot] = _packed(self._format.encode(self.shape, tensors))
@@ -91,7 +91,7 @@ class PortableExpertKernel:
         return out
 
     def experts(self, rows: Tensor, slot_ids: Tensor) -> Tensor:
-        outputs = torch.empty(len(slot_ids), self.shape.hidden_size)
+        outputs = torch.empty(len(slot_ids), self.shape.hidden_size, dtype=torch.float32)
         self._run_pairs(rows, slot_ids, 1, outputs)
         return outputs
 
@@ -142,7 +142,7 @@ class PortableExpertKernel:
         """The reused workspace [num_pairs, H]: a fresh tensor of this size would cost its page faults every call."""
         size = num_pairs * self.shape.hidden_size
         if self._partial.numel() < size:
-            self._partial = torch.empty(size)
+            self._partial = torch.empty(size, dtype=torch.float32)
         return self._partial[:size].view(num_pairs, self.shape.hidden_size)
 
 

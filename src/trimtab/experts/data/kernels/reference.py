@@ -58,7 +58,7 @@ class ReferenceExpertKernel:
 
     def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
         tokens, k = (slot_ids >= 0).nonzero(as_tuple=True)
-        outputs = torch.zeros(*slot_ids.shape, hidden.shape[1])
+        outputs = torch.zeros(*slot_ids.shape, hidden.shape[1], dtype=torch.float32)
         outputs[tokens, k] = self.experts(hidden[tokens], slot_ids[tokens, k])
         out = torch.empty_like(hidden)
         self.combine(outputs, slot_ids, gate_weights, out)
