@@ -74,6 +74,18 @@ def make_layer(
     return Layer(native, experts)
 
 
+def rotated_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., n] fp32, each whole 32 of n through the Hadamard transform, rounded as the kernel does, sum by sum; what
+    is left of n is taken four times."""
+    x = x.float().clone()
+    x[..., x.shape[-1] // 32 * 32 :] *= 4
+    for first in range(0, x.shape[-1] - 31, 32):
+        for distance in (16, 8, 4, 2, 1):
+            at = torch.tensor([first + i for i in range(32) if not i & distance])
+            x[..., at], x[..., at + distance] = x[..., at] + x[..., at + distance], x[..., at] - x[..., at + distance]
+    return x
+
+
 def quantised_rows(x: torch.Tensor) -> torch.Tensor:
     """What an int8 kernel sees of x [..., n]: per-row symmetric int8, back in float64."""
     largest = x.float().abs().amax(-1, keepdim=True)
@@ -88,12 +100,12 @@ def reference_moe(
     """(out, error) in float64: how far a correct kernel may be, before its result is rounded to hidden's dtype.
 
     fp32 sums of n terms err by about sqrt(n) * 2^-24 of the sum of their absolute values (n <= 4096 here: 4e-6), twice
-    because the pre-activations cancel too, with a margin of three. In int8 an inner value just between two steps may
-    be rounded either way: two such values per row.
+    because the pre-activations cancel too, with a margin of three. In int8 rows are rotated and quantised, and an
+    inner value just between two steps may be rounded either way: two such values per row.
     """
     shape = layer.native.shape
     is_int8 = layer.native.weight_format is Format.INT8
-    seen = quantised_rows(hidden) if is_int8 else hidden.double()
+    seen = quantised_rows(rotated_rows(hidden)) if is_int8 else hidden.double()
     out = torch.zeros(hidden.shape, dtype=torch.float64)
     error = torch.zeros_like(out)
     for slot, expert in enumerate(layer.experts):
@@ -105,6 +117,7 @@ def reference_moe(
         if expert.gate_up_bias is not None:
             pre += expert.gate_up_bias.double()
         inner = reference_activation(shape, pre)
+        inner = rotated_rows(inner) if is_int8 else inner
         step = inner.abs().amax(-1, keepdim=True) / 127 if is_int8 else torch.zeros(len(tokens), 1)
         inner = quantised_rows(inner) if is_int8 else inner
         weights = gate_weights[tokens, k].double()[:, None]

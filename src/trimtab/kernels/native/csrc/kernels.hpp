@@ -134,6 +134,8 @@ void gate_up_stage(const MoeChunk& chunk) {
       }
       if constexpr (Rows::kQuantised) {
         float* target = chunk.inner + (first_row + i) * layout.inner_capacity + panel * features;
+        for (int64_t c = 0; c < features; c += kRowPiece)
+          spread_piece(inner + c, panel * features + c, layout.intermediate_size);
         for (int64_t c = 0; c < features; ++c) target[c] = inner[c];
       } else {
         auto* target = prepared<Rows>(chunk.inner_rows, layout.inner_capacity, first_row + i) + panel * features;
@@ -201,8 +203,8 @@ void moe(const MoeChunk& chunk) {
     const Range tokens = share_of_thread(chunk.num_tokens);
     for (int64_t token = tokens.first; token < tokens.last; ++token)
       chunk.hidden_scales[token] =
-          prepare_row<Rows>(row_at(chunk.hidden, token), chunk.hidden.scalar, layout.hidden_size,
-                            prepared<Rows>(chunk.hidden_rows, layout.hidden_capacity, token));
+          prepare_row<Rows, true>(row_at(chunk.hidden, token), chunk.hidden.scalar, layout.hidden_size,
+                                  prepared<Rows>(chunk.hidden_rows, layout.hidden_capacity, token));
 #pragma omp barrier
     gate_up_stage<Ops>(chunk);
 #pragma omp barrier

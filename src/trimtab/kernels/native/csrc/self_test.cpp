@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "core.hpp"
@@ -73,9 +74,24 @@ struct Bounded {
   double error;
 };
 
-// What a kernel sees of a row: int8 kernels see it quantised.
-std::vector<double> as_seen(const KernelTable& kernels, const std::vector<double>& row) {
+// The Hadamard transform of each whole piece of 32 values, in the order of rows.hpp's, and four times what is left.
+std::vector<double> rotated(std::vector<double> row) {
+  for (size_t first = 0; first + 32 <= row.size(); first += 32)
+    for (size_t distance = 16; distance; distance /= 2)
+      for (size_t i = first; i < first + 32; ++i) {
+        if ((i - first) & distance) continue;
+        const float a = static_cast<float>(row[i]), b = static_cast<float>(row[i + distance]);
+        row[i] = a + b;
+        row[i + distance] = a - b;
+      }
+  for (size_t i = row.size() / 32 * 32; i < row.size(); ++i) row[i] *= 4;
+  return row;
+}
+
+// What a kernel sees of a row: int8 kernels see it quantised, experts' ones in the rotated form of their weights.
+std::vector<double> as_seen(const KernelTable& kernels, std::vector<double> row, bool is_rotated) {
   if (kernels.format != WeightFormat::int8) return row;
+  if (is_rotated) row = rotated(std::move(row));
   float largest = 0.0f;
   for (const double value : row) largest = std::max(largest, std::fabs(static_cast<float>(value)));
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
@@ -144,7 +160,7 @@ void check_linear(const KernelTable& kernels, int64_t columns, int64_t depth, in
              num_rows, 1);
   for (int64_t row = 0; row < num_rows; ++row) {
     const std::vector<double> seen =
-        as_seen(kernels, std::vector<double>(input.begin() + row * depth, input.begin() + (row + 1) * depth));
+        as_seen(kernels, std::vector<double>(input.begin() + row * depth, input.begin() + (row + 1) * depth), false);
     for (int64_t column = 0; column < columns; ++column)
       failure.check("linear", row, column, out[row * columns + column], dot(matrix, column, seen, 0.0));
   }
@@ -190,7 +206,7 @@ void check_moe(const KernelTable& kernels, const Activation& activation, bool ha
   const double inner_error = kernels.format == WeightFormat::int8 ? 2e-2 : kernels.rounds_rows_to_bf16 ? 4e-3 : 4e-6;
   for (int64_t token = 0; token < num_tokens; ++token) {
     const std::vector<double> row = as_seen(
-        kernels, std::vector<double>(input.begin() + token * hidden, input.begin() + (token + 1) * hidden));
+        kernels, std::vector<double>(input.begin() + token * hidden, input.begin() + (token + 1) * hidden), true);
     std::vector<Bounded> sums(hidden, {0.0, 1e-6});
     for (int64_t pair = token * top_k; pair < (token + 1) * top_k; ++pair) {
       if (ids[pair] < 0) continue;
@@ -201,7 +217,7 @@ void check_moe(const KernelTable& kernels, const Activation& activation, bool ha
         const double up = has_gate ? dot(expert.gate_up, inter + i, row, 0).value : 1.0;
         inner[i] = reference_inner(activation, has_gate, gate, up);
       }
-      inner = as_seen(kernels, inner);
+      inner = as_seen(kernels, inner, true);
       for (int64_t h = 0; h < hidden; ++h) {
         const Bounded part = dot(expert.down, h, inner, inner_error);
         sums[h].value += gates[pair] * part.value;
