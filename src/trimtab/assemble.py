@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.config import EngineConfig
 from trimtab.engine.config import CacheConfig, SchedulerConfig
-from trimtab.engine.engine import Engine
+from trimtab.engine.engine import Balancer, Engine
+from trimtab.engine.executor.worker import Worker
 from trimtab.engine.kv_cache import longest_request, peak_blocks
 from trimtab.engine.stop import eos_token_ids
+from trimtab.experts.data.dispatch.choice import DispatchPlan
 from trimtab.experts.placement import Placement, Topology
 from trimtab.experts.placement_file import read_placement
 from trimtab.experts.routed_experts import (
@@ -26,12 +28,15 @@ from trimtab.kernels.features import memory
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.resolve import resolve_model
 from trimtab.models.spec import ModelSpec, read_spec
+from trimtab.observability.events import EventLog
 from trimtab.plan import KVCacheConfig
 from trimtab.ranks import RankSetup, plan_dispatch, start_ranks
 from trimtab.runner.attention import group_layers, kv_cache_bytes_per_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from trimtab.experts.movement.choice import MovementPlan
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +54,14 @@ class Parts:
 
     engine: Engine
     models: list[LanguageModel]  # of this process, by rank; none where ranks are processes
+    workers: list[Worker]  # likewise
     spec: ModelSpec
     tokenizer: PreTrainedTokenizerBase | None
     memory_bytes: dict[str, int]  # over all ranks
     rank_facts: list[dict[str, int]]
     start_up_s: dict[str, float]
     max_model_len: int
+    events: EventLog
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
@@ -66,13 +73,17 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     spec = read_spec(path, config.dtype, config.quantization)
     placement = plan_placement(config, spec)
     dispatch = plan_dispatch(config, spec)
+    movement = plan_movement(config, spec, placement, dispatch)
     tokenizer = load_tokenizer(path)
-    available_bytes = memory().available_bytes - dispatch.shared_bytes
+    staging_bytes = 0 if movement is None else movement.shared_bytes + config.num_ranks * movement.rank_bytes
+    available_bytes = memory().available_bytes - dispatch.shared_bytes - staging_bytes
     kv_cache, max_model_len = plan_kv_cache(config, spec, available_bytes, rank_weight_bytes(spec, placement))
     routed_experts = plan_routed_experts(config, spec, kv_cache)
+    events = EventLog()
+    balancer = plan_balancer(config, spec, placement, movement, events)
     clock.lap("plan")
 
-    ranks = start_ranks(RankSetup(config, path, kv_cache, max_model_len, placement, dispatch), spec, report)
+    ranks = start_ranks(RankSetup(config, path, kv_cache, max_model_len, placement, dispatch, movement), spec, report)
     clock.lap("load")
 
     engine = Engine(
@@ -90,6 +101,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         tokenizer=tokenizer,
         eos_token_ids=end_token_ids(spec, tokenizer),
         seed=config.seed,
+        balancer=balancer,
         routed_experts=routed_experts,
     )
     clock.lap("build")
@@ -100,7 +112,13 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     if routed_experts is not None:
         captured = sum(facts["routed_experts_bytes"] for facts in ranks.facts)
         held["routed_experts"] = captured + sum(rank.row_store.num_bytes for rank in engine.scheduler.ranks)
-    return Parts(engine, ranks.models, spec, tokenizer, held, ranks.facts, clock.laps, max_model_len)
+    if placement is not None and placement.topology.num_redundant:
+        held["redundant_experts"] = held["weights"] - config.num_ranks * rank_weight_bytes(spec, placement, spare=False)
+    if movement is not None:
+        held["staging"] = staging_bytes
+    return Parts(
+        engine, ranks.models, ranks.workers, spec, tokenizer, held, ranks.facts, clock.laps, max_model_len, events
+    )
 
 
 def plan_placement(config: EngineConfig, spec: ModelSpec) -> Placement | None:
@@ -133,12 +151,52 @@ def plan_routed_experts(config: EngineConfig, spec: ModelSpec, kv_cache: KVCache
     return routed_experts_layout(spec.moe_layers)
 
 
-def rank_weight_bytes(spec: ModelSpec, placement: Placement | None) -> int:
-    """Weights of one rank: everything dense, and the experts of its slots."""
+def plan_movement(
+    config: EngineConfig, spec: ModelSpec, placement: Placement | None, dispatch: DispatchPlan
+) -> MovementPlan | None:
+    """How experts move between slots; None where they do not.
+
+    Raises `ValueError` with all reasons why they cannot be balanced here, before anything is started or allocated.
+    """
+    if not config.enable_eplb:
+        return None
+    from trimtab.experts.balancer import plan_rank_movement  # off means absent
+
+    assert placement is not None, "experts move between the slots of a placement"
+    return plan_rank_movement(
+        config.eplb,
+        placement,
+        [layer.shape for layer in spec.moe_layers],
+        spec.dtype,
+        spec.quantization,
+    )
+
+
+def plan_balancer(
+    config: EngineConfig,
+    spec: ModelSpec,
+    placement: Placement | None,
+    movement: MovementPlan | None,
+    events: EventLog,
+) -> Balancer | None:
+    if movement is None:
+        return None
+    from trimtab.experts.balancer import build_controller
+
+    assert placement is not None
+    return build_controller(
+        config.eplb, placement, slot_nbytes=movement.slot_nbytes, model_name=spec.path.name, observer=events
+    )
+
+
+def rank_weight_bytes(spec: ModelSpec, placement: Placement | None, *, spare: bool = True) -> int:
+    """Weights of one rank: everything dense, and the experts of its slots, with or without the redundant ones."""
     if placement is None:
         return spec.num_bytes
-    per_slot = spec.num_expert_bytes // placement.topology.num_experts
-    return spec.num_bytes - spec.num_expert_bytes + placement.topology.slots_per_rank * per_slot
+    topology = placement.topology
+    per_slot = spec.num_expert_bytes // topology.num_experts
+    num_slots = topology.slots_per_rank if spare else topology.num_experts // topology.num_ranks
+    return spec.num_bytes - spec.num_expert_bytes + num_slots * per_slot
 
 
 def plan_kv_cache(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -17,6 +20,8 @@ from trimtab.engine.executor.inline import InlineExecutor
 from trimtab.engine.executor.multiprocess import MAX_STEP_S, MultiprocessExecutor
 from trimtab.engine.executor.threads import ThreadsExecutor
 from trimtab.engine.executor.worker import Worker
+from trimtab.engine.executor.worker_processes import private_folder
+from trimtab.experts.data.dispatch.base import Dispatcher
 from trimtab.experts.data.dispatch.choice import (
     DispatchPlan,
     choose_dispatcher,
@@ -28,14 +33,18 @@ from trimtab.experts.routed_experts import routed_experts_layout
 from trimtab.kernels.features import default_num_threads, usable_cores
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.loading import load_model
+from trimtab.models.refit import check_weights, refit
 from trimtab.models.spec import ModelSpec, read_spec
 from trimtab.observability.progress import Progress, no_progress
 from trimtab.plan import Executor, KVCacheConfig
+from trimtab.runner.balancing import NoRankBalancer, RankBalancer
 from trimtab.runner.model_runner import ModelRunner
 from trimtab.runner.reference_runner import ReferenceRunner
 
 if TYPE_CHECKING:
     from trimtab.experts.data.capturer import RoutedExpertsCapturer
+    from trimtab.experts.movement.choice import MovementPlan
+    from trimtab.experts.movement.communicator.base import Communicator
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +62,7 @@ class RankSetup:
     max_model_len: int
     placement: Placement | None
     dispatch: DispatchPlan
+    movement: MovementPlan | None = None  # None: experts stay where they are
 
     @property
     def num_threads(self) -> int:
@@ -74,6 +84,7 @@ class RankSetup:
                 "max_model_len": self.max_model_len,
                 "placement": placement,
                 "dispatch": self.dispatch,
+                "movement": self.movement,
             }
         )
 
@@ -90,6 +101,7 @@ class RankSetup:
             fields["max_model_len"],
             placement,
             msgspec.convert(fields["dispatch"], DispatchPlan),
+            _movement_plan(fields["movement"]),
         )
 
 
@@ -100,6 +112,7 @@ class Ranks:
     executor: Executor
     facts: list[dict[str, int]]  # per rank: bytes_read, kv_cache_bytes, num_threads
     models: list[LanguageModel] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)  # likewise
 
 
 def plan_dispatch(config: EngineConfig, spec: ModelSpec) -> DispatchPlan:
@@ -119,7 +132,6 @@ def plan_dispatch(config: EngineConfig, spec: ModelSpec) -> DispatchPlan:
 def build_rank(setup: RankSetup, spec: ModelSpec, rank: int, progress: Progress) -> tuple[Worker, LanguageModel]:
     """One rank's worker. Collective for some dispatchers: every rank, at the same time."""
     torch.set_num_threads(setup.num_threads)
-    dispatcher = open_dispatcher(setup.dispatch, rank)
     bytes_read = 0
 
     def report(done: int, total: int) -> None:
@@ -127,7 +139,13 @@ def build_rank(setup: RankSetup, spec: ModelSpec, rank: int, progress: Progress)
         bytes_read = done
         progress("load", done, total)
 
-    try:
+    with ExitStack() as opened:
+        dispatcher = open_dispatcher(setup.dispatch, rank)
+        opened.callback(dispatcher.close)
+        # Before the load: a rank that fails to load closes it, and the others do not wait for it.
+        communicator = _open_communicator(setup.movement, rank)
+        if communicator is not None:
+            opened.callback(communicator.close)
         model = load_model(
             spec,
             progress=report,
@@ -136,21 +154,107 @@ def build_rank(setup: RankSetup, spec: ModelSpec, rank: int, progress: Progress)
             token_group=rank // setup.config.tensor_parallel_size,
             dispatcher=dispatcher,
         )
+        balancer = _build_balancer(setup, model, dispatcher, communicator, rank, opened)
         capturer = _bind_capturer(setup, spec, model) if setup.config.enable_return_routed_experts else None
         runner = RUNNERS[setup.config.model_runner](
             model,
             setup.kv_cache,
             max_num_seqs=setup.config.max_num_seqs,
             max_model_len=setup.max_model_len,
+            balancer=balancer,
             capturer=capturer,
         )
-    except BaseException:
-        dispatcher.close()
-        raise
-    facts = {"bytes_read": bytes_read, "kv_cache_bytes": runner.kv_cache_bytes, "num_threads": setup.num_threads}
-    if capturer is not None:
-        facts["routed_experts_bytes"] = capturer.buffer.nbytes
-    return Worker(runner, facts, dispatcher.close, dispatcher.abort), model
+        facts = {"bytes_read": bytes_read, "kv_cache_bytes": runner.kv_cache_bytes, "num_threads": setup.num_threads}
+        if capturer is not None:
+            facts["routed_experts_bytes"] = capturer.buffer.nbytes
+        return Worker(runner, facts, opened.pop_all().close, dispatcher.abort), model
+
+
+class RankWeights:
+    """New weights for a rank's model. `agree` follows them: with the other ranks, on what they hold now."""
+
+    def __init__(self, model: LanguageModel, rank: int) -> None:
+        self.model = model
+        self.rank = rank
+        self.version = 0
+        self.agree: Callable[[Placement], None] = lambda placement: None
+
+    def check(self, path: str) -> str:
+        return check_weights(self.model, path)
+
+    def refit(self, path: str, placement: Placement | None, weights_version: int) -> None:
+        refit(self.model, path, placement, self.rank)
+        self.version = weights_version
+        if placement is not None:
+            self.agree(placement)
+
+
+def _build_balancer(
+    setup: RankSetup,
+    model: LanguageModel,
+    dispatcher: Dispatcher,
+    communicator: Communicator | None,
+    rank: int,
+    opened: ExitStack,
+) -> RankBalancer:
+    weights = RankWeights(model, rank)
+    if communicator is None:
+        return NoRankBalancer(weights, rank, setup.placement)
+    from trimtab.experts.balancer import build_rank_balancer  # off means absent
+
+    assert setup.placement is not None, "experts move between the slots of a placement"
+    balancer = build_rank_balancer(
+        setup.config.eplb,
+        setup.placement,
+        model.moe_layers,
+        dispatcher,
+        communicator,
+        weights,
+        weights_version=lambda: weights.version,
+    )
+    opened.callback(balancer.close)
+    weights.agree = balancer.mover.exchange
+    return balancer
+
+
+def _open_communicator(plan: MovementPlan | None, rank: int) -> Communicator | None:
+    if plan is None:
+        return None
+    from trimtab.experts.movement.choice import open_communicator
+
+    return open_communicator(plan, rank)
+
+
+def _movement_plan(fields: dict[str, Any] | None) -> MovementPlan | None:
+    if fields is None:
+        return None
+    from trimtab.experts.movement.choice import MovementPlan
+
+    return msgspec.convert(fields, MovementPlan)
+
+
+@dataclass(slots=True)
+class SharedResources:
+    """What the controller holds while ranks start, and in threads as long as they run."""
+
+    setup: RankSetup
+    abort: Callable[[], None]
+    close: Callable[[], None]
+
+
+def _create_shared(setup: RankSetup, folder: str) -> SharedResources:
+    """The memory and the meeting places of the ranks; `setup` says where they are."""
+    with ExitStack() as opened:
+        dispatch = create_resources(setup.dispatch, folder)
+        opened.callback(dispatch.close)
+        setup = replace(setup, dispatch=dispatch.plan)
+        if setup.movement is not None:
+            from trimtab.experts.movement.choice import create_resources as create_movement_resources
+
+            movement = create_movement_resources(setup.movement, folder)
+            opened.callback(movement.close)
+            setup = replace(setup, movement=movement.plan)
+        return SharedResources(setup, dispatch.abort, opened.pop_all().close)
 
 
 def _bind_capturer(setup: RankSetup, spec: ModelSpec, model: LanguageModel) -> RoutedExpertsCapturer:
@@ -173,15 +277,15 @@ def start_ranks(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
     backend = setup.config.executor_backend
     if backend == "inline":
         worker, model = build_rank(setup, spec, 0, progress)
-        return Ranks(InlineExecutor(worker.runner), [worker.facts], [model])
+        return Ranks(InlineExecutor(worker), [worker.facts], [model], [worker])
     return (_start_threads if backend == "threads" else _start_processes)(setup, spec, progress)
 
 
 def _start_threads(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
     num_ranks = setup.config.num_ranks
     folder = tempfile.TemporaryDirectory(prefix="trimtab-")
-    resources = create_resources(setup.dispatch, folder.name)
-    setup = replace(setup, dispatch=resources.plan)
+    shared = _create_shared(setup, folder.name)
+    setup = shared.setup
     built: dict[int, tuple[Worker, LanguageModel]] = {}
 
     def build(rank: int) -> Worker:
@@ -190,32 +294,36 @@ def _start_threads(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ran
         return built[rank][0]
 
     def release() -> None:
-        resources.close()
+        shared.close()
         folder.cleanup()
 
     executor = ThreadsExecutor(
         build,
         num_ranks,
         tensor_parallel_size=setup.config.tensor_parallel_size,
-        abort=resources.abort,
+        abort=shared.abort,
         release=release,
     )
     workers, models = zip(*(built[rank] for rank in range(num_ranks)), strict=True)
-    return Ranks(executor, [worker.facts for worker in workers], list(models))
+    return Ranks(executor, [worker.facts for worker in workers], list(models), list(workers))
 
 
 def _start_processes(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
-    with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
-        resources = create_resources(setup.dispatch, folder)
+    folder = private_folder()
+    try:
+        shared = _create_shared(setup, folder)
         try:
-            data = replace(setup, dispatch=resources.plan).encode()
             executor = MultiprocessExecutor(
                 WORKER,
-                [data] * setup.config.num_ranks,
+                [shared.setup.encode()] * setup.config.num_ranks,
                 tensor_parallel_size=setup.config.tensor_parallel_size,
                 environment={"OMP_NUM_THREADS": str(setup.num_threads)},
                 progress=progress,
+                folder=folder,
             )
         finally:
-            resources.close()  # the ranks hold it now
+            shared.close()  # the ranks hold it now
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return Ranks(executor, executor.facts())

@@ -24,7 +24,7 @@ MakeExecutor = Callable[..., Executor]
 
 
 def make_inline(num_ranks: int, faults: dict[int, dict[str, Any]]) -> Executor:
-    return InlineExecutor(build_runner(faults.get(0, {})))
+    return InlineExecutor(Worker(build_runner(faults.get(0, {}))))
 
 
 def make_threads(num_ranks: int, faults: dict[int, dict[str, Any]], tensor_parallel_size: int = 1) -> Executor:

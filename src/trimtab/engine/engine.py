@@ -33,6 +33,10 @@ class EngineDeadError(RuntimeError):
     """The engine met a fault that no request is to blame for, and takes no more work. `__cause__` is that fault."""
 
 
+class MixedWeightsError(RuntimeError):
+    """New weights could not be written whole: no request is taken until a refit succeeds."""
+
+
 class Balancer(Protocol):
     """The controller's side of expert balancing, as the engine sees it. Times are on the monotonic clock, seconds.
 
@@ -43,6 +47,18 @@ class Balancer(Protocol):
 
     @property
     def wants_step(self) -> bool: ...
+
+    @property
+    def holds_requests(self) -> bool:
+        """No request may compute in a step that is planned now: new weights are being written."""
+        ...
+
+    @property
+    def unhealthy_reason(self) -> str:
+        """Why the ranks' weights may not be computed with; empty where they may."""
+        ...
+
+    weights_version: int
 
     def commands(self, *, runs_forward: bool, now: float) -> list[Command]: ...
 
@@ -55,6 +71,9 @@ class NoBalancer:
     """Experts stay where they are."""
 
     wants_step = False
+    holds_requests = False
+    unhealthy_reason = ""
+    weights_version = 0
 
     def commands(self, *, runs_forward: bool, now: float) -> list[Command]:
         return []
@@ -118,6 +137,7 @@ class Engine:
             ]
         )
         self.balancer = balancer or NoBalancer()
+        self.weights_version = self.balancer.weights_version  # counts refits
         self.in_flight: deque[tuple[list[StepPlan], PendingStep]] = deque()
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
@@ -152,7 +172,11 @@ class Engine:
             outputs = pending.get()
             reports = [report for output in outputs for report in output.reports]
             self.balancer.on_reports(reports, time.monotonic())
-            return self._emit(self.scheduler.advance(plans, outputs))
+            self._note_weights()
+            moved = self._emit(self.scheduler.advance(plans, outputs))
+            if (reason := self.balancer.unhealthy_reason) and self._requests:
+                moved += self._fail_requests(f"the weights cannot be computed with: {reason}")
+            return moved
         except Exception as cause:
             return self._die(cause)
         except BaseException as cause:  # Ctrl-C: nobody knows how far the worker came with the step
@@ -225,12 +249,15 @@ class Engine:
             rank.allocator.reset_prefix_cache(weights_version)
 
     def check_health(self) -> None:
-        """Raises EngineDeadError once the engine or one of its workers has met a fault, also while nothing runs."""
+        """Raises EngineDeadError once the engine or one of its workers has met a fault, also while nothing runs, and
+        MixedWeightsError while new weights are half written."""
         self._check_alive()
         try:
             self.executor.check_health()
         except Exception as cause:
             raise EngineDeadError(f"the engine stopped: {cause!r}; build a new one") from cause
+        if reason := self.balancer.unhealthy_reason:
+            raise MixedWeightsError(f"new weights failed halfway ({reason}); load weights that are whole")
 
     def stats(self) -> dict[str, Any]:
         """What was done and what is held, as plain data: over all data-parallel ranks, and under "ranks" of each.
@@ -245,9 +272,19 @@ class Engine:
         self.balancer.close()
         self.executor.shutdown()
 
+    def _note_weights(self) -> None:
+        """With new weights nothing that was computed with the old ones is found any more. Requests that run go on, on
+        the keys and values they have; what is captured says which weights it comes from."""
+        version = self.balancer.weights_version
+        if version != self.weights_version:
+            self.weights_version = version
+            self.reset_prefix_cache(str(version))
+            for rank in self.scheduler.ranks:
+                rank.row_store.weights_version = version
+
     def _next_plans(self) -> list[StepPlan] | None:
         """The plans of the next step, one per data-parallel rank; all of them carry the balancer's commands."""
-        plans = self.scheduler.schedule()
+        plans = None if self.balancer.holds_requests else self.scheduler.schedule()
         if plans is None and self.balancer.wants_step:
             plans = self.scheduler.command_step()
         if plans is not None:
@@ -330,10 +367,13 @@ class Engine:
         """Fails every unfinished request. What steps in flight would still bring is not waited for."""
         self._cause = cause
         self.in_flight.clear()
+        return self._fail_requests(f"the engine stopped: {cause!r}")
+
+    def _fail_requests(self, error: str) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         for user_request in list(self._requests.values()):
             for completion in user_request.completions:
-                self._finish(completion, "error", error=f"the engine stopped: {cause!r}")
+                self._finish(completion, "error", error=error)
             outputs.append(self._collect(user_request))
         return outputs
 

@@ -1,4 +1,4 @@
-"""A rank's balancer: the one place where what is decided, what moves and what computes meet.
+"""Expert balancing put together: the one place where what is decided, what moves and what computes meet.
 
 The controller's commands come with a step plan and are executed here, on the runner's thread: it alone writes what the
 forward reads. The mover works beside it on what it is given, and is asked once per step what has come about.
@@ -10,13 +10,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
 import numpy as np
+import torch
 
-from trimtab.experts.data.dispatch.base import DispatchTimes
+from trimtab.experts.control.config import EplbConfig
+from trimtab.experts.control.controller import Controller, Observer
+from trimtab.experts.control.load_trace import LoadTrace, TraceMetadata
+from trimtab.experts.control.policy.base import PolicySettings
+from trimtab.experts.control.policy.process import PolicyProcess
+from trimtab.experts.control.policy.registry import make_policy
+from trimtab.experts.data.dispatch.base import Dispatcher, DispatchTimes
+from trimtab.experts.data.kernels import plan_slots
+from trimtab.experts.data.kernels.movable import slot_storage
+from trimtab.experts.data.load_recorder import SlotLoadRecorder
+from trimtab.experts.data.moe_layer import MoELayer
 from trimtab.experts.delta import LayerDelta, diff
+from trimtab.experts.formats.base import ExpertShape
+from trimtab.experts.movement.choice import MovementPlan, choose_communicator
+from trimtab.experts.movement.communicator.base import Communicator
+from trimtab.experts.movement.faults import Faults
+from trimtab.experts.movement.mover import BackgroundMover
 from trimtab.experts.placement import Placement
 from trimtab.experts.ports import (
     Abort,
@@ -39,6 +55,10 @@ from trimtab.experts.ports import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+# Ranks come to the first exchange when they have loaded, and to a later one when they have read new weights.
+EXCHANGE_TIMEOUT_S = 300.0
 
 
 class BalancedLayer(Protocol):
@@ -85,7 +105,7 @@ class RankBalancer:
         self.placement = placement
         self._layers = layers
         self._load = load
-        self._mover = mover
+        self.mover = mover
         self._weights = weights
         self._phase = phase
         self._bucket: LoadBucket | None = None
@@ -106,7 +126,7 @@ class RankBalancer:
                     self._plan(command)
                 case Stage(transaction, layer):
                     if transaction == self._transaction and layer in self._deltas:
-                        self._mover.stage(layer)
+                        self.mover.stage(layer)
                 case Commit(transaction, layer):
                     self._commit(transaction, layer)
                 case Abort(transaction, reason):
@@ -128,7 +148,7 @@ class RankBalancer:
     def end_step(self) -> list[Report]:
         if self._bucket is not None:
             self._bucket.end_step()
-        for found in self._mover.poll():
+        for found in self.mover.poll():
             if found.transaction != self._transaction:
                 continue  # of one that is over
             if isinstance(found, Quiescent):
@@ -138,7 +158,7 @@ class RankBalancer:
         return reports
 
     def close(self) -> None:
-        self._mover.close()
+        self.mover.close()
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -168,7 +188,7 @@ class RankBalancer:
             return
         self._next = placement
         self._deltas = {delta.layer: delta for delta in deltas}
-        self._mover.begin(plan.transaction, self.placement, deltas)
+        self.mover.begin(plan.transaction, self.placement, deltas)
 
     def _commit(self, transaction: int, layer: int) -> None:
         """Nothing is caught here: a rank that cannot finish a decided commit must not compute again."""
@@ -180,16 +200,16 @@ class RankBalancer:
             self._bucket.counts += self._load.fold(self.placement)  # counted under the placement that ends here
         delta = self._deltas.pop(layer)
         if delta.transfers:
-            for slot, prepared in self._mover.take(layer):
+            for slot, prepared in self.mover.take(layer):
                 self._layers[layer].storage.install(slot, prepared)
         self.placement = self.placement.with_layer(layer, self._next)
         self._layers[layer].refresh(self.placement)
         if delta.transfers:
-            self._mover.installed(layer)
+            self.mover.installed(layer)
         digest = self.placement.digest()
         self._reports.append(Committed(self.rank, transaction, layer, digest, time.perf_counter() - started))
         if not self._deltas:
-            self._mover.finish()
+            self.mover.finish()
             self._transaction, self._next = 0, None
 
     def _abort(self, transaction: int, reason: str) -> None:
@@ -203,10 +223,107 @@ class RankBalancer:
             self._reports.append(Quiescent(self.rank, transaction))
             return
         self._next, self._deltas = None, {}
-        self._mover.abort()
+        self.mover.abort()
 
     def _fail(self, layer: int, reason: str) -> None:
         self._reports.append(Failed(self.rank, self._transaction, layer, reason))
+
+
+def plan_rank_movement(
+    config: EplbConfig,
+    placement: Placement,
+    shapes: Sequence[ExpertShape],
+    dtype: torch.dtype,
+    quantization: str | None,
+) -> MovementPlan:
+    """How experts of these `shapes` (of the MoE layers) move, and what staging that takes."""
+    (slot_nbytes,) = {plan_slots(shape, dtype, quantization=quantization)[1] for shape in shapes}
+    return choose_communicator(
+        num_ranks=placement.topology.num_ranks,
+        slots_per_rank=placement.topology.slots_per_rank,
+        slot_nbytes=slot_nbytes,
+        communicator=config.communicator,
+        timeout_s=config.stall_timeout_s / 2,  # the other half is for coming to rest
+    )
+
+
+def build_rank_balancer(
+    config: EplbConfig,
+    placement: Placement,
+    layers: Sequence[MoELayer],
+    dispatcher: Dispatcher,
+    communicator: Communicator,
+    weights: Weights,
+    *,
+    weights_version: Callable[[], int] = lambda: 0,
+    faults: Faults | None = None,
+) -> RankBalancer:
+    """The worker's side; `layers` by ordinal. Collective: every rank, at start. It closes `communicator`.
+
+    Raises ValueError for experts that cannot be moved, SlotMismatchError where ranks hold different ones.
+    """
+    doors = [_LayerDoor(layer) for layer in layers]
+    recorder = SlotLoadRecorder(placement, dispatcher.place)
+    mover = _PatientMover(
+        [door.storage for door in doors],
+        communicator.rank,
+        communicator,
+        weights_version=weights_version,
+        faults=faults,
+    )
+    try:
+        mover.exchange(placement)
+    except BaseException:
+        mover.close()
+        raise
+    recorder.attach(layers)
+    return RankBalancer(
+        communicator.rank,
+        placement,
+        doors,
+        recorder,
+        mover,
+        dispatcher.times,
+        weights,
+        config.load_collection_phase,
+    )
+
+
+class _LayerDoor:
+    """A MoE layer as a commit sees it. Raises ValueError where its experts were never proven to move."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        self.storage = slot_storage(layer.kernel)
+        self.refresh = layer.refresh
+
+
+class _PatientMover(BackgroundMover):
+    """Ranks load at different speeds, and less patience is needed once they serve."""
+
+    def exchange(self, placement: Placement) -> None:
+        communicator = self._communicator
+        timeout_s, communicator.timeout_s = communicator.timeout_s, EXCHANGE_TIMEOUT_S
+        try:
+            super().exchange(placement)
+        finally:
+            communicator.timeout_s = timeout_s
+
+
+def build_controller(
+    config: EplbConfig, placement: Placement, *, slot_nbytes: int, model_name: str, observer: Observer
+) -> Controller:
+    """The engine's side. Starts nothing yet; raises ValueError for a policy or a trace file that cannot be used."""
+    settings = PolicySettings(max_moves_per_layer=config.max_moves_per_layer)
+    make_policy(config.policy, settings)  # what is wrong with it is said here, not at the first rearrangement
+    trace = None
+    if config.record_load is not None:
+        layers, experts = placement.num_layers, placement.topology.num_experts
+        metadata = TraceMetadata(
+            model_name, layers, experts, config.load_collection_phase, config.window_size, placement.digest()
+        )
+        trace = LoadTrace(config.record_load, metadata)
+    policy = PolicyProcess(config.policy, settings, config.stall_timeout_s)
+    return Controller(config, placement, slot_nbytes=slot_nbytes, policy=policy, observer=observer, trace=trace)
 
 
 class LoadBucket:

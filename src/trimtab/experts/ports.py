@@ -229,6 +229,13 @@ class Mover(Protocol):
         """`placement` is the one in force: it says who holds what now."""
         ...
 
+    def exchange(self, placement: Placement) -> None:
+        """Agrees with all other ranks on what each expert's bytes are: at start, and after new weights. Waits for them.
+
+        Raises where replicas differ or a rank does not come.
+        """
+        ...
+
     def stage(self, layer: int) -> None: ...
 
     def poll(self) -> list[MoverReport]:

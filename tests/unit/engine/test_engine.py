@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trimtab.engine.config import CacheConfig, SchedulerConfig
-from trimtab.engine.engine import Engine, EngineDeadError
+from trimtab.engine.engine import Engine, EngineDeadError, NoBalancer
 from trimtab.engine.scheduler import Scheduler
 from trimtab.experts.ports import Collect, Command, Report
 from trimtab.outputs import CompletionOutput
@@ -430,7 +430,7 @@ def test_shutdown_ends_the_executor() -> None:
     assert isinstance(engine.executor, ScriptedExecutor) and engine.executor.is_shut_down
 
 
-class ScriptedBalancer:
+class ScriptedBalancer(NoBalancer):
     """Sends `Collect(True)` with every plan; wants `num_wanted` steps when nothing else is to do."""
 
     def __init__(self, num_wanted: int = 0) -> None:
@@ -440,7 +440,7 @@ class ScriptedBalancer:
         self.is_closed = False
 
     @property
-    def wants_step(self) -> bool:
+    def wants_step(self) -> bool:  # type: ignore[override]
         return self.num_wanted > 0
 
     def commands(self, *, runs_forward: bool, now: float) -> list[Command]:

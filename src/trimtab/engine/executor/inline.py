@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from trimtab.plan import PendingOutput, PendingStep, Runner, StepOutput, StepPlan
+import weakref
+
+from trimtab.engine.executor.worker import Worker
+from trimtab.plan import PendingOutput, PendingStep, StepOutput, StepPlan
 
 
 class InlineExecutor:
     """An `Executor` without processes: the runner's two calls, one after the other."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        # Also when the executor is collected: a mover's thread would go on for ever.
+        self._end = weakref.finalize(self, worker.close)
 
     def execute(self, plans: list[StepPlan]) -> PendingStep:
         (plan,) = plans  # more ranks would wait for one another in this one thread
-        self.runner.execute(plan)
-        return _InlineStep(self.runner.sample())
+        self.worker.runner.execute(plan)
+        return _InlineStep(self.worker.runner.sample())
 
     def check_health(self) -> None:
         """There is no worker beside the caller."""
 
     def shutdown(self) -> None:
-        """Nothing was started, so nothing is to end."""
+        self._end()
 
 
 class _InlineStep:

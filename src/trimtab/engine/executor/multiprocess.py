@@ -20,6 +20,7 @@ MAX_STEP_S = 600.0
 class MultiprocessExecutor:
     """An `Executor` whose ranks are processes, each running the module `entry` (see `worker_loop.serve`).
 
+    `folder` is a `private_folder` to meet in, which goes with the workers.
     `setups` holds one rank's setup each; `environment` is added to the workers' own. Raises the reason of a rank that
     does not start: `ValueError` for a person's mistake, else `WorkerFailedError`. Nothing is left behind then.
     """
@@ -34,11 +35,17 @@ class MultiprocessExecutor:
         max_silence_s: float = MAX_SILENCE_S,
         max_step_s: float = MAX_STEP_S,
         progress: Callable[[str, int, int], None] = no_progress,
+        folder: str | None = None,
     ) -> None:
         self.tensor_parallel_size = tensor_parallel_size
         self.max_step_s = max_step_s
         self.workers = WorkerProcesses(
-            entry, setups, environment=environment or {}, max_silence_s=max_silence_s, progress=progress
+            entry,
+            setups,
+            environment=environment or {},
+            max_silence_s=max_silence_s,
+            progress=progress,
+            folder=folder,
         )
         # Also ends them when the executor is collected, or at the interpreter's end.
         self._end = weakref.finalize(self, self.workers.shutdown)

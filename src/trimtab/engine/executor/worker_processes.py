@@ -59,12 +59,14 @@ class WorkerProcesses:
         environment: Mapping[str, str],
         max_silence_s: float,
         progress: Callable[[str, int, int], None],
+        folder: str | None = None,
     ) -> None:
+        """`folder`: a `private_folder` where ranks meet for other things too; removed with the workers."""
         self.num_ranks = len(setups)
         self.collector = StepCollector(self.num_ranks)
         self.facts: dict[int, dict[str, int]] = {}
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.folder = _socket_folder()
+        self.folder = folder or private_folder()
         self._max_silence_s = max_silence_s
         self._progress = progress
         self._gave_up: set[int] = set()  # ranks that have said why they end
@@ -267,8 +269,8 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     return f"ended with exit code {code}"
 
 
-def _socket_folder() -> str:
-    """A new folder that only this user can enter."""
+def private_folder() -> str:
+    """A new folder for sockets, that only this user can enter."""
     folder = tempfile.mkdtemp(prefix="trimtab-")
     if len(folder) + len("/rank-9999") > _MAX_SOCKET_PATH:
         os.rmdir(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.engine.executor.inline import InlineExecutor
+from trimtab.engine.executor.worker import Worker
 from trimtab.plan import StepOutput, StepPlan
 
 
@@ -24,10 +25,11 @@ class RecordingRunner:
 
 def test_step_is_launched_and_sampled_before_its_output_is_asked_for() -> None:
     runner = RecordingRunner()
-    executor = InlineExecutor(runner)
+    executor = InlineExecutor(Worker(runner, close=lambda: runner.calls.append("close")))
     pending = executor.execute([StepPlan(4)])
     assert runner.calls == ["execute 4", "sample"]
     assert [output.step_id for output in pending.get()] == [4]
     executor.check_health()
     executor.shutdown()
     executor.shutdown()
+    assert runner.calls[-2:] == ["get", "close"]
