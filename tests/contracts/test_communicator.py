@@ -155,8 +155,8 @@ def test_headers_arrive_whole_and_a_refusal_needs_no_bytes(name: str, num_ranks:
         end.begin(5, threading.Event())
         end.open_layer(2, [(row, 1 - rank, SLOT_NBYTES) for row in range(3)])
         end.send(1 - rank, 0, header(0), fill(11))
-        end.refuse(1 - rank, 1, header(1))
         end.send(1 - rank, 2, header(2), fill(13))
+        end.refuse_layer(2, [(1 - rank, 1, header(1))])
         for row, value in ((2, 13), (0, 11)):
             assert end.receive(row, 1 - rank) == header(row)._replace(checksum=2**64 - value)
             assert end.staging[row][:SLOT_NBYTES].eq(value).all()
@@ -177,6 +177,33 @@ def test_nothing_is_written_before_the_receivers_staging_is_open(name: str, num_
     with pytest.raises(RankFailureError):
         ends[0].send(1, 0, header(), fill(9))
     assert ends[1].staging.eq(1).all()
+
+
+@several_ranks
+def test_senders_do_not_wait_for_a_rank_that_cannot_take_the_layer(name: str, num_ranks: int, opened: Opened) -> None:
+    ends = opened(name, num_ranks, timeout_s=60.0)
+
+    def work(rank: int) -> None:
+        ends[rank].begin(5, threading.Event())
+        if rank == 1:
+            ends[1].refuse_layer(2, [])
+            return
+        ends[0].open_layer(2, [])
+        with pytest.raises(RankFailureError, match="rank 1"):
+            ends[0].send(1, 0, header(), fill(9))
+
+    run_ranks(num_ranks, work)
+
+
+@several_ranks
+def test_ranks_that_all_refuse_do_not_wait_for_each_other(name: str, num_ranks: int, opened: Opened) -> None:
+    ends = opened(name, num_ranks, timeout_s=60.0)
+
+    def work(rank: int) -> None:
+        ends[rank].begin(5, threading.Event())
+        ends[rank].refuse_layer(2, [(1 - rank, 0, header())])
+
+    run_ranks(num_ranks, work)
 
 
 @several_ranks

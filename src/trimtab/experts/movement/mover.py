@@ -300,13 +300,11 @@ class BackgroundMover:
 
     def _refuse(self, opened: _Transaction, layer: int, departures: Sequence[Departure]) -> None:
         """Receivers need not wait for what will not come. What cannot even be said, they learn from their deadline."""
-        for departure in departures:
-            try:
-                header = self._header(opened, layer, departure.transfer.expert)
-                self._communicator.refuse(departure.target_rank, departure.row, header)
-            except (RankFailureError, MovementAbortedError) as error:
-                logger.debug("rank %d: %s", self.rank, error)
-                return
+        headers = [(d.target_rank, d.row, self._header(opened, layer, d.transfer.expert)) for d in departures]
+        try:
+            self._communicator.refuse_layer(layer, headers)
+        except (RankFailureError, MovementAbortedError) as error:
+            logger.debug("rank %d: %s", self.rank, error)
 
     def _abort(self, opened: _Transaction) -> None:
         self._staged.clear()

@@ -53,8 +53,9 @@ class Communicator(Protocol):
     """One rank's end. All calls come from the mover's thread but for `interrupt`, which may come from any.
 
     1. `begin` a transaction. Collective where a group must be formed: every rank, for the same transaction.
-    2. For each layer `open_layer`: this rank's staging is free and may be written from now on. Then `send` or `refuse`
-       each departure and `receive` each arrival, in any order: sends wait for the receiver's staging to be open.
+    2. For each layer `open_layer`: this rank's staging is free and may be written from now on. Then `send` each
+       departure and `receive` each arrival, in any order: sends wait for the receiver's staging to be open. A rank
+       that cannot go on, opened or not, calls `refuse_layer` instead, so that nobody waits for it.
     3. `end` the transaction, finished or aborted. Nothing of it can be written into staging afterwards, provided every
        rank has ended it before one begins the next.
 
@@ -79,8 +80,9 @@ class Communicator(Protocol):
         """Fills the row there, then announces it by the header with export's checksum. Returns when that is done."""
         ...
 
-    def refuse(self, target_rank: int, row: int, header: Header) -> None:
-        """Announces that nothing will come, so that the receiver need not wait."""
+    def refuse_layer(self, layer: int, departures: Sequence[tuple[int, int, Header]]) -> None:
+        """Announces that those of (target rank, row, header) will not come. If the layer was not opened here, those who
+        wait for this rank's staging fail too."""
         ...
 
     def receive(self, row: int, source_rank: int) -> Header:

@@ -48,6 +48,7 @@ class GlooCommunicator:
         self._transport: GlooTransport | None = None
         self._aborted = threading.Event()
         self._expected: dict[int, _Expected] = {}
+        self._open_layer = -1
         self._num_gathers = 0
         self._interrupted = threading.Event()
 
@@ -59,6 +60,7 @@ class GlooCommunicator:
 
     def open_layer(self, layer: int, arrivals: Sequence[tuple[int, int, int]]) -> None:
         # All at once, before anything is sent: a send is done only when its receive has been posted.
+        self._open_layer = layer
         self._expected = {}
         for row, source_rank, num_bytes in arrivals:
             header = torch.empty(8 * HEADER_WORDS, dtype=torch.uint8)
@@ -75,9 +77,13 @@ class GlooCommunicator:
         self._announce(target_rank, row, header)
         self._group().post_send(data, target_rank, 2 * row + 1).wait()
 
-    def refuse(self, target_rank: int, row: int, header: Header) -> None:
-        # The receive of the bytes stays posted: this group has seen a failure and will be thrown away.
-        self._announce(target_rank, row, header._replace(status=Status.FAILED))
+    def refuse_layer(self, layer: int, departures: Sequence[tuple[int, int, Header]]) -> None:
+        if self._open_layer != layer:
+            self.end(is_aborted=True)  # two ranks that refuse would wait for each other's receives
+            return
+        for target_rank, row, header in departures:
+            # The receive of the bytes stays posted: this group has seen a failure and will be thrown away.
+            self._announce(target_rank, row, header._replace(status=Status.FAILED))
 
     def receive(self, row: int, source_rank: int) -> Header:
         self._check()
@@ -90,6 +96,7 @@ class GlooCommunicator:
 
     def end(self, *, is_aborted: bool) -> None:
         self._expected = {}
+        self._open_layer = -1
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -114,7 +121,8 @@ class GlooCommunicator:
         return GlooTransport(self._folder, name, self.rank, self.num_ranks, self.timeout_s)
 
     def _group(self) -> GlooTransport:
-        assert self._transport is not None, "no transaction has begun"
+        if self._transport is None:
+            raise RankFailureError(f"rank {self.rank} has no group: it was closed or never formed")
         return self._transport
 
     def _announce(self, target_rank: int, row: int, header: Header) -> None:

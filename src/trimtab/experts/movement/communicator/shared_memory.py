@@ -29,6 +29,7 @@ _ABORTED = 1  # 1 + the transaction that this rank ended early
 _GATHER = 2  # counts up as this rank passes the phases of all_gather
 _GATHER_BYTES = 3
 _CLOSED = 4
+_REFUSED = 5  # the layer that this rank's staging will not be opened for
 _FLAG_WORDS = 16  # two cache lines
 _ROW_WORDS = 8  # of a header: the layer's word, then the header
 assert 1 + HEADER_WORDS <= _ROW_WORDS
@@ -82,18 +83,22 @@ class SharedMemoryCommunicator:
         self._aborted = aborted
 
     def open_layer(self, layer: int, arrivals: Sequence[tuple[int, int, int]]) -> None:
-        assert 0 <= layer < (1 << _LAYER_BITS) - 1, f"layer {layer} has no room in a word"
-        self._layer_word = np.uint64((self._transaction + 1) << _LAYER_BITS | (layer + 1))
+        self._layer_word = self._word_of(layer)
         self._flags[self.rank][_OPEN] = self._layer_word
 
     def send(self, target_rank: int, row: int, header: Header, export: Export) -> None:
-        self._await_open(target_rank)
+        if not self._await_open(target_rank):
+            raise RankFailureError(f"rank {target_rank} cannot take experts of layer {header.layer}")
         checksum = export(self._stagings[target_rank][row][: header.num_bytes])
         self._post(target_rank, row, header._replace(checksum=checksum, status=Status.OK))
 
-    def refuse(self, target_rank: int, row: int, header: Header) -> None:
-        self._await_open(target_rank)
-        self._post(target_rank, row, header._replace(status=Status.FAILED))
+    def refuse_layer(self, layer: int, departures: Sequence[tuple[int, int, Header]]) -> None:
+        if self._layer_word != self._word_of(layer):
+            self._layer_word = self._word_of(layer)
+            self._flags[self.rank][_REFUSED] = self._layer_word
+        for target_rank, row, header in departures:
+            if self._await_open(target_rank):
+                self._post(target_rank, row, header._replace(status=Status.FAILED))
 
     def receive(self, row: int, source_rank: int) -> Header:
         words = self._headers[self.rank][row]
@@ -147,12 +152,18 @@ class SharedMemoryCommunicator:
             f"rank {self.rank} waited for all ranks to exchange what they hold",
         )
 
-    def _await_open(self, target_rank: int) -> None:
+    def _word_of(self, layer: int) -> np.uint64:
+        assert 0 <= layer < (1 << _LAYER_BITS) - 1, f"layer {layer} has no room in a word"
+        return np.uint64((self._transaction + 1) << _LAYER_BITS | (layer + 1))
+
+    def _await_open(self, target_rank: int) -> bool:
+        """False: it will not be opened."""
         flags = self._flags[target_rank]
         self._wait(
-            lambda: flags[_OPEN] == self._layer_word,
+            lambda: self._layer_word in (flags[_OPEN], flags[_REFUSED]),
             f"rank {self.rank} waited for rank {target_rank}'s staging to be free",
         )
+        return bool(flags[_OPEN] == self._layer_word)
 
     def _post(self, target_rank: int, row: int, header: Header) -> None:
         words = self._headers[target_rank][row]
