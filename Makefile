@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types arrow unit install clean sweep
+.PHONY: demo test lint types arrow unit install clean sweep simulate
 
 demo: $(STAMP)
 	$(BIN)/trimtab demo
@@ -28,6 +28,10 @@ unit: $(STAMP)
 
 sweep: $(STAMP)
 	$(BIN)/trimtab sweep --markdown docs/supported-models.md
+
+# A million schedules of the balancing protocol (10,000 of them are among the tests).
+simulate: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/simulation/run_schedules.py --schedules 1000000
 
 install: $(STAMP)
 

@@ -162,9 +162,11 @@ def _check(topology: Topology, slots: npt.NDArray[Any], shares: npt.NDArray[Any]
     if low.size:
         layer, slot = low[0]
         raise ValueError(f"shares[{layer}, {slot}] ({shares[layer, slot]}) must be at least 1; every replica serves")
-    for layer, row in enumerate(slots):
-        missing = np.setdiff1d(np.arange(topology.num_experts), row)
-        if missing.size:
-            raise ValueError(
-                f"layer {layer} has no slot for expert {missing[0]} ({missing.size} missing); give each expert a slot"
-            )
+    is_placed = np.zeros((len(slots), topology.num_experts), dtype=bool)
+    is_placed[np.arange(len(slots))[:, None], slots] = True
+    if not is_placed.all():
+        layer = int(is_placed.all(axis=1).argmin())
+        missing = np.flatnonzero(~is_placed[layer])
+        raise ValueError(
+            f"layer {layer} has no slot for expert {missing[0]} ({missing.size} missing); give each expert a slot"
+        )

@@ -11,7 +11,7 @@ from trimtab.experts.control.gain import Outlook, balancedness, look_ahead, mean
 from trimtab.experts.control.load_trace import LoadTrace
 from trimtab.experts.control.load_window import Bucket, LoadWindow
 from trimtab.experts.control.policy.process import PolicyRunner
-from trimtab.experts.control.refit import Checking, Halting, NoRefit, RefitResult, RefitState, advance_refit
+from trimtab.experts.control.refit import Checking, Halting, NoRefit, RefitResult, RefitState, Writing, advance_refit
 from trimtab.experts.control.tally import Tally
 from trimtab.experts.control.transaction import (
     Aborted,
@@ -117,6 +117,11 @@ class Controller:
     def wants_step(self) -> bool:
         """An idle engine must send plans of commands alone, until this is over."""
         return not self.is_at_rest or (self.trigger.is_requested and self._may_decide())
+
+    @property
+    def holds_requests(self) -> bool:
+        """No request may compute in a step that is planned now: ranks' weights are, or may be, half new."""
+        return bool(self._harm) or isinstance(self._refit, Halting | Writing)
 
     @property
     def unhealthy_reason(self) -> str:
@@ -353,10 +358,11 @@ class Controller:
         self.observer("committed", {"transaction": before.work.transaction, "layer": commit.layer})
 
     def _advance_refit(self, event: NextStep | StepDone | Tick) -> list[Command]:
+        if isinstance(self._refit, NoRefit):
+            return []
         at_rest = not isinstance(self.state, OpenState)
-        before = self._refit
-        after, commands = advance_refit(before, event, num_ranks=self._num_ranks, is_at_rest=at_rest)
-        if isinstance(after, NoRefit) and after is not before:
+        after, commands = advance_refit(self._refit, event, num_ranks=self._num_ranks, is_at_rest=at_rest)
+        if isinstance(after, NoRefit):
             self._end_refit(after)
         else:
             self._refit = after
@@ -387,13 +393,12 @@ class Controller:
         except ValueError as error:
             raise RankProtocolError(str(error)) from error
         for bucket in buckets:
-            self._log_balancedness(bucket)
+            if self.config.log_balancedness and bucket.end % self.config.log_balancedness_interval == 0:
+                self._log_balancedness(bucket)
 
     def _log_balancedness(self, bucket: Bucket) -> None:
-        if not bucket.counts.any():
-            return
-        self._balancedness = mean_balancedness(ExpertLoad(bucket.counts, bucket.num_steps), self.placement)
-        if self.config.log_balancedness and bucket.end % self.config.log_balancedness_interval == 0:
+        if bucket.counts.any():
+            self._balancedness = mean_balancedness(ExpertLoad(bucket.counts, bucket.num_steps), self.placement)
             self.observer("balancedness", {"step": bucket.end, "balancedness": self._balancedness})
 
     def _state_name(self) -> str:

@@ -72,6 +72,11 @@ class LoadWindow:
         return self._start
 
     @property
+    def last_end(self) -> int:
+        """Where the newest bucket that is complete ends; 0 before the first."""
+        return self._buckets[-1].end if self._buckets else 0
+
+    @property
     def is_complete(self) -> bool:
         """All ranks have reported all buckets that were closed."""
         return not self._closing
