@@ -9,6 +9,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ class Mutation:
 
     controller: type[Controller] = Controller
     reuse_group: bool = False  # one group for all transactions: receives of aborted ones swallow later bytes
+
+
+initial_placement = cache(Placement.initial)  # the same few in all schedules
 
 
 class RandomPolicy:
@@ -94,7 +98,7 @@ class SimulatedEngine:
         num_ranks = rng.choice((2, 2, 3, 4))
         num_redundant = rng.choice((0, num_ranks)) if NUM_EXPERTS % num_ranks == 0 else 2
         topology = Topology(NUM_EXPERTS, num_redundant, num_ranks)
-        start = Placement.initial(topology, rng.choice((1, 2, 3)))
+        start = initial_placement(topology, rng.choice((1, 2, 3)))
         self.num_layers = start.num_layers
         self.config = EplbConfig(
             window_size=rng.randint(1, 10),

@@ -278,7 +278,6 @@ class Controller:
             self._decline("no load was recorded since the last decision", {})
             return
         decision.load, decision.asked_at = load, now
-        self._balancedness = mean_balancedness(load, self.placement)
         self.policy.submit(load, self.placement)
 
     def _consider(self, decision: _Decision, answer: Placement | str) -> None:
@@ -300,21 +299,20 @@ class Controller:
             horizon_steps=self.config.step_interval,
             min_gain=0.0 if decision.was_requested else self.config.min_gain,
         )
-        self.outlook = outlook
+        self.outlook, self._balancedness = outlook, outlook.balancedness
         if not deltas:
             self._decline("no better placement was found", outlook.numbers())
         elif not outlook.pays:
             self._decline("the gain is not worth the moves", outlook.numbers())
         else:
-            self._begin(answer, deltas, decision.load, outlook)
+            self._begin(answer, deltas, outlook)
 
     def _decline(self, reason: str, numbers: Mapping[str, Any]) -> None:
         self.tally.num_declined += 1
         self.observer("declined", {"reason": reason, **numbers})
 
-    def _begin(self, target: Placement, deltas: Sequence[LayerDelta], load: ExpertLoad, outlook: Outlook) -> None:
-        evenness = balancedness(load, self.placement)
-        worst_first = sorted(deltas, key=lambda delta: (float(evenness[delta.layer]), delta.layer))
+    def _begin(self, target: Placement, deltas: Sequence[LayerDelta], outlook: Outlook) -> None:
+        worst_first = sorted(deltas, key=lambda delta: (float(outlook.by_layer[delta.layer]), delta.layer))
         layers = tuple(ChangedLayer(delta.layer, bool(delta.transfers)) for delta in worst_first)
         self._num_transactions += 1
         self.tally.begin(deltas)
@@ -398,7 +396,8 @@ class Controller:
 
     def _log_balancedness(self, bucket: Bucket) -> None:
         if bucket.counts.any():
-            self._balancedness = mean_balancedness(ExpertLoad(bucket.counts, bucket.num_steps), self.placement)
+            load = ExpertLoad(bucket.counts, bucket.num_steps)
+            self._balancedness = mean_balancedness(load, balancedness(load, self.placement))
             self.observer("balancedness", {"step": bucket.end, "balancedness": self._balancedness})
 
     def _state_name(self) -> str:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,17 +26,18 @@ def balancedness(load: ExpertLoad, placement: Placement) -> npt.NDArray[np.float
     return np.divide(loads.mean(axis=1), heaviest, out=np.ones_like(heaviest), where=heaviest > 0)
 
 
-def mean_balancedness(load: ExpertLoad, placement: Placement) -> float:
-    """Averaged over the layers that had traffic; 1 where none had (B29)."""
+def mean_balancedness(load: ExpertLoad, by_layer: npt.NDArray[np.float64]) -> float:
+    """by_layer [L] averaged over the layers that had traffic; 1 where none had (B29)."""
     has_traffic = load.counts.any(axis=1)
-    return float(balancedness(load, placement)[has_traffic].mean()) if has_traffic.any() else 1.0
+    return float(by_layer[has_traffic].mean()) if has_traffic.any() else 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Outlook:
     """A proposed placement against the one in force. Times are of the slowest rank."""
 
-    balancedness: float  # now, over the window
+    by_layer: npt.NDArray[np.float64]  # [L]: balancedness now, over the window
+    balancedness: float  # its mean
     predicted_balancedness: float
     experts_share: float  # of step time: experts and waiting for other ranks; 1 while it was not measured
     step_s: float  # mean; 0 while it was not measured
@@ -54,7 +55,8 @@ class Outlook:
         return self.min_gain == 0 or self.gain - self.cost >= self.min_gain
 
     def numbers(self) -> dict[str, Any]:
-        return asdict(self)
+        """What a log line and a metric show."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "by_layer"}
 
 
 def look_ahead(
@@ -70,7 +72,11 @@ def look_ahead(
     min_gain: float,
 ) -> Outlook:
     """times [n, 3]: seconds of steps, experts and waiting over the load's steps."""
-    now, then = (_barrier_load(load, placement) for placement in (current, proposed))
+    evenness = balancedness(load, current)
+    proposed_evenness = balancedness(load, proposed)
+    # Layers are passed one after the other, and in each all ranks wait for the most loaded one.
+    totals = load.counts.sum(axis=1).astype(np.float64)
+    now, then = float((totals / evenness).sum()), float((totals / proposed_evenness).sum())
     received = _received_bytes(current, deltas, slot_nbytes)
     share, step_s = 1.0, 0.0
     if times[:, 0].max(initial=0.0) > 0 and load.num_steps:
@@ -79,8 +85,9 @@ def look_ahead(
     busiest = int(received.max(initial=0))
     horizon_s = horizon_steps * step_s
     return Outlook(
-        balancedness=mean_balancedness(load, current),
-        predicted_balancedness=mean_balancedness(load, proposed),
+        by_layer=evenness,
+        balancedness=mean_balancedness(load, evenness),
+        predicted_balancedness=mean_balancedness(load, proposed_evenness),
         experts_share=share,
         step_s=step_s,
         num_moves=sum(delta.num_slots for delta in deltas),
@@ -92,12 +99,6 @@ def look_ahead(
         cost=busiest / bandwidth / horizon_s if horizon_s else 0.0,
         min_gain=min_gain,
     )
-
-
-def _barrier_load(load: ExpertLoad, placement: Placement) -> float:
-    """Layers are passed one after the other, and in each all ranks wait for the most loaded one."""
-    totals = load.counts.sum(axis=1).astype(np.float64)
-    return float((totals / balancedness(load, placement)).sum())
 
 
 def _received_bytes(current: Placement, deltas: Sequence[LayerDelta], slot_nbytes: int) -> npt.NDArray[np.int64]:
