@@ -59,7 +59,6 @@ COMMANDS = {
         "trimtab.cli.routes:routes",
         "Draw which experts every token used, and how evenly",
         (
-            "trimtab generate --prompt Hello --enable-return-routed-experts --return-routed-experts routes.safetensors",
             "trimtab routes routes.safetensors",
             "trimtab routes routes.safetensors --completion 3 --start 128 --output experts.png",
         ),

@@ -3,6 +3,7 @@
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,3 +62,16 @@ def test_what_is_no_array_of_routes_is_refused(tmp_path: Path) -> None:
     np.save(path, np.zeros((2, 2)))
     with pytest.raises(ValueError, match="must hold integers"):
         load_npy(path)
+
+
+def test_the_page_for_trainers_pads_batches_as_it_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "routed-experts.md").read_text()
+    code = page.split("Megatron's list:")[1].split("```python")[1].split("```")[0]
+    batch = [some_routes(7), some_routes(4)]
+    names: dict[str, Any] = {"batch": batch}
+    exec(code, names)
+    assert names["skyrl"].shape == names["nemo"].shape == (2, 7, 4, 2)
+    assert np.array_equal(names["nemo"][1, :3], to_all_layers(batch[1])) and bool((names["nemo"][1, 3:] == -1).all())
+    assert names["skyrl"][1, 3:].unique(dim=0).tolist() == [[[0, 1]] * 4]
+    assert [tuple(layer.shape) for layer in names["megatron"]] == [(11, 2), (11, 2)]
+    assert np.array_equal(names["megatron"][1][:6], batch[0].experts[:, 1])

@@ -1,5 +1,7 @@
 """Forced routing against transformers' own forward and against formulas written down by hand."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -302,6 +304,43 @@ def test_nothing_stays_on_the_modules_and_other_instances_are_not_touched() -> N
         assert torch.equal(logits_of(other, ids), plain)
     assert torch.equal(logits_of(network, ids), plain)
     assert {name: set(vars(module)) for name, module in network.named_modules()} == attributes
+
+
+def test_instances_replay_their_own_routes_in_threads_of_their_own() -> None:
+    networks = [make_network("mixtral") for _ in range(2)]
+    sequences = random_ids(9, 9)
+    routes = [
+        routes_for(network, ids, other_choices(network, ids)) for network, ids in zip(networks, sequences, strict=True)
+    ]
+    both_are_inside = threading.Barrier(2, timeout=60)
+
+    def replayed(number: int) -> np.ndarray:
+        network, ids = networks[number], sequences[number]
+        with replay_routed_experts(network, routes[number]), record_routed_experts(network) as recording:
+            both_are_inside.wait()
+            logits_of(network, ids)
+        return recording.experts
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, entry in zip(pool.map(replayed, range(2)), routes, strict=True):
+            assert np.array_equal(found[:-1], entry.experts)
+    assert not np.array_equal(routes[0].experts, routes[1].experts)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_kernels_and_half_precision_take_the_forced_experts(implementation: str, dtype: Any) -> None:
+    """transformers' default on accelerators is one of them."""
+    network = make_network("qwen3_moe").to(dtype).requires_grad_(False)
+    network.set_experts_implementation(implementation)
+    (ids,) = random_ids(9)
+    plain = logits_of(network, ids)
+    with replay_routed_experts(network, routes_for(network, ids)):
+        assert torch.equal(logits_of(network, ids), plain)
+    forced = other_choices(network, ids)
+    with replay_routed_experts(network, routes_for(network, ids, forced)), record_routed_experts(network) as recording:
+        assert not torch.equal(logits_of(network, ids), plain)
+    assert np.array_equal(recording.experts[:-1], forced)
 
 
 def test_a_failure_inside_leaves_nothing_behind() -> None:
