@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eager_oracle import CHUNKS, random_sequences
+from eager_oracle import random_sequences
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -51,6 +52,17 @@ def two_checkpoints(folder: Path, family: str, dtype: str = "float32", **options
     return old, new
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """Two checkpoints of a family, made once for all tests that only read them."""
+
+    @functools.cache
+    def make(family: str, dtype: str = "float32") -> tuple[Path, Path]:
+        return two_checkpoints(tmp_path_factory.mktemp("pair"), family, dtype)
+
+    return make
+
+
 def shuffled(num_layers: int, num_redundant: int = 2, num_ranks: int = 1, seed: int = 0) -> Placement:
     """Eight experts, each somewhere, and replicas, differently in each layer."""
     generator = np.random.default_rng(seed)
@@ -59,7 +71,8 @@ def shuffled(num_layers: int, num_redundant: int = 2, num_ranks: int = 1, seed: 
 
 
 def logits(model: LanguageModel) -> Tensor:
-    return torch.cat(packed_logits(model, random_sequences(320), CHUNKS))
+    """Of three sequences: prefill, its chunks and decode."""
+    return torch.cat(packed_logits(model, random_sequences(320, (4, 9, 12)), (5, 1, 7)))
 
 
 def load(path: Path, placement: Placement | None = None, quantization: str | None = None) -> LanguageModel:
@@ -84,10 +97,10 @@ def assert_refit_is_a_fresh_load(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_b23_after_a_refit_logits_are_bitwise_those_of_a_fresh_load(
-    tmp_path: Path, family: str, dtype: str, kernels: str
+    pair: Callable[..., tuple[Path, Path]], family: str, dtype: str, kernels: str
 ) -> None:
     """Replicas included; norms, routers, biases, sinks and packed layers are all written where they are."""
-    old, new = two_checkpoints(tmp_path, family, dtype)
+    old, new = pair(family, dtype)
     placement = shuffled(len(read_spec(old).moe_layers))
     assert load(old, placement).moe_layers[0].kernel.name == kernels
     assert_refit_is_a_fresh_load(old, new, placement)
@@ -95,14 +108,14 @@ def test_b23_after_a_refit_logits_are_bitwise_those_of_a_fresh_load(
 
 @pytest.mark.skipif(not native_kernels().supports(Format.INT8), reason="no native int8 kernel here")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_b23_quantized_experts_are_quantized_anew(tmp_path: Path, family: str) -> None:
+def test_b23_quantized_experts_are_quantized_anew(pair: Callable[..., tuple[Path, Path]], family: str) -> None:
     """B23: scales, too, belong to the new weights."""
-    old, new = two_checkpoints(tmp_path, family, "bfloat16")
+    old, new = pair(family, "bfloat16")
     assert_refit_is_a_fresh_load(old, new, shuffled(len(read_spec(old).moe_layers)), "int8")
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "fused"])
-def test_the_new_files_may_be_split_and_named_differently(tmp_path: Path, layout: str, kernels: str) -> None:
+def test_the_new_files_may_be_split_and_named_differently(tmp_path: Path, layout: str) -> None:
     old = make_tiny_checkpoint(tmp_path / "a", "qwen3_moe")
     new = make_tiny_checkpoint(tmp_path / "b", "qwen3_moe", seed=1, layout=layout, num_shards=4)  # type: ignore[arg-type]
     assert_refit_is_a_fresh_load(old, new, None)
@@ -129,9 +142,9 @@ def rearrange(model: LanguageModel, old: Placement, new: Placement) -> None:
         layer.refresh(new)
 
 
-def test_b23_a_refit_follows_the_placement_in_force_not_the_first_one(tmp_path: Path) -> None:
+def test_b23_a_refit_follows_the_placement_in_force_not_the_first_one(pair: Callable[..., tuple[Path, Path]]) -> None:
     """B23: after rearrangements every current replica is written. The control, by the first placement, is corrupt."""
-    old, new = two_checkpoints(tmp_path, "qwen3_moe")
+    old, new = pair("qwen3_moe")
     placements = [shuffled(2, num_redundant=4, seed=seed) for seed in range(3)]
     model = load(old, placements[0])
     before, expected = logits(model), logits(load(new, placements[-1]))
@@ -170,8 +183,10 @@ def test_whatever_others_hold_stays_the_same_object(tmp_path: Path, kernels: str
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_reads_and_writes_only_its_share(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = two_checkpoints(tmp_path, "qwen3_moe")
+def test_a_rank_reads_and_writes_only_its_share(
+    pair: Callable[..., tuple[Path, Path]], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = pair("qwen3_moe")
     placement = shuffled(2, num_redundant=2, num_ranks=2)
     model = load_model(read_spec(old), placement=placement, rank=rank)
     fresh = load_model(read_spec(new), placement=placement, rank=rank)
@@ -215,9 +230,9 @@ def test_one_tensor_at_a_time_is_read_and_let_go(tmp_path: Path, monkeypatch: py
     assert not mapped
 
 
-def test_b21_a_state_dict_knows_nothing_of_placements(tmp_path: Path) -> None:
+def test_b21_a_state_dict_knows_nothing_of_placements(pair: Callable[..., tuple[Path, Path]]) -> None:
     """B21: copying one model's whole state into another's changes no look-up."""
-    old, new = two_checkpoints(tmp_path, "qwen3_moe")
+    old, new = pair("qwen3_moe")
     model, other = load(old, shuffled(2, seed=1)), load(new, shuffled(2, seed=2))
     tables = [layer.routing_table.slots.clone() for layer in model.moe_layers]
     state = other.network.state_dict()
@@ -300,20 +315,27 @@ BROKEN: list[Callable[[Path], str]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageModel, Tensor, Path]:
+    """A model, its logits, and files that may take its place; no refusal may change the model."""
+    old, new = two_checkpoints(tmp_path_factory.mktemp("served"), "qwen3_moe", num_shards=3)
+    model = load(old)
+    assert check_weights(model, new) == ""
+    return model, logits(model), new
+
+
 @pytest.mark.parametrize("break_it", BROKEN)
 def test_b23_broken_files_are_refused_by_name_and_nothing_has_changed(
-    tmp_path: Path, break_it: Callable[[Path], str]
+    served: tuple[LanguageModel, Tensor, Path], tmp_path: Path, break_it: Callable[[Path], str]
 ) -> None:
-    old, new = two_checkpoints(tmp_path, "qwen3_moe", num_shards=3)
-    model = load(old)
-    before = logits(model)
-    assert check_weights(model, new) == ""
-    reason = break_it(new)
-    problem = check_weights(model, new)
+    model, before, whole = served
+    broken = tmp_path / "broken"
+    shutil.copytree(whole, broken)
+    reason = break_it(broken)
+    problem = check_weights(model, broken)
     assert re.search(reason, problem), problem
-    assert torch.equal(logits(model), before)
     with pytest.raises(ValueError, match=reason):
-        refit(model, new)
+        refit(model, broken)
     assert torch.equal(logits(model), before), "refused as a whole, before the first value"
 
 
