@@ -264,12 +264,13 @@ def build_rank_balancer(
     """
     doors = [_LayerDoor(layer) for layer in layers]
     recorder = SlotLoadRecorder(placement, dispatcher.place)
-    mover = _PatientMover(
+    mover = BackgroundMover(
         [door.storage for door in doors],
         communicator.rank,
         communicator,
         weights_version=weights_version,
         faults=faults,
+        exchange_timeout_s=EXCHANGE_TIMEOUT_S,  # ranks load at different speeds; once they serve, less will do
     )
     try:
         mover.exchange(placement)
@@ -295,18 +296,6 @@ class _LayerDoor:
     def __init__(self, layer: MoELayer) -> None:
         self.storage = slot_storage(layer.kernel)
         self.refresh = layer.refresh
-
-
-class _PatientMover(BackgroundMover):
-    """Ranks load at different speeds, and less patience is needed once they serve."""
-
-    def exchange(self, placement: Placement) -> None:
-        communicator = self._communicator
-        timeout_s, communicator.timeout_s = communicator.timeout_s, EXCHANGE_TIMEOUT_S
-        try:
-            super().exchange(placement)
-        finally:
-            communicator.timeout_s = timeout_s
 
 
 def build_controller(

@@ -50,6 +50,7 @@ class BackgroundMover:
     The runner's thread gives orders through a queue and reads immutable reports; the mover's thread alone uses the
     communicator, whose peers write staging. Staged bytes stay as they are until the runner's thread has answered
     `installed` (or given up): only then can it order the next layer, and only then is staging open again.
+    `exchange_timeout_s`: for `exchange`, to which ranks come far apart (None: the communicator's own).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class BackgroundMover:
         *,
         weights_version: Callable[[], int] = lambda: 0,
         faults: Faults | None = None,
+        exchange_timeout_s: float | None = None,
     ) -> None:
         assert rank == communicator.rank and storages
         self.rank = rank
@@ -70,6 +72,7 @@ class BackgroundMover:
         self._pacer = Pacer((config or MovementConfig()).max_share_of_time)
         self._weights_version = weights_version
         self._faults = faults or NoFaults()
+        self._exchange_timeout_s = exchange_timeout_s
         self._checksums: Words | None = None  # [L, E]
         self._open: _Transaction | None = None  # as the runner's thread sees it
         self._layer: int | None = None  # ordered to be staged and not answered yet
@@ -87,15 +90,17 @@ class BackgroundMover:
         """Agrees with the other ranks on layouts, and on what each expert's bytes are.
 
         Collective: every rank, at start and after new weights, no transaction open. Waits. Raises SlotMismatchError,
-        and RankFailureError when a rank does not come.
+        and RankFailureError when a rank does not come in time.
         """
         assert self._open is None, "a transaction is open"
         errors: list[Exception] = []
 
         def work() -> None:
             try:
-                exchange_layouts(self._storages, self._communicator)
-                self._checksums = exchange_checksums(self._storages, placement, self._communicator)
+                exchange_layouts(self._storages, self._communicator, self._exchange_timeout_s)
+                self._checksums = exchange_checksums(
+                    self._storages, placement, self._communicator, self._exchange_timeout_s
+                )
             except Exception as error:
                 errors.append(error)
 

@@ -19,13 +19,15 @@ class SlotMismatchError(RuntimeError):
     """Slots, or ranks, do not hold what they should: output would be wrong without a sign of it."""
 
 
-def exchange_layouts(storages: Sequence[SlotStorage], communicator: Communicator) -> None:
+def exchange_layouts(
+    storages: Sequence[SlotStorage], communicator: Communicator, timeout_s: float | None = None
+) -> None:
     """Raises SlotMismatchError where bytes would not mean the same in every layer and on every rank.
 
     Collective: every rank, at start.
     """
     own = [f"{storage.num_slots} slots of {storage.slot_nbytes} bytes, {storage.layout}" for storage in storages]
-    by_rank = [json.loads(data) for data in communicator.all_gather(json.dumps(own).encode())]
+    by_rank = [json.loads(data) for data in communicator.all_gather(json.dumps(own).encode(), timeout_s)]
     for rank, layouts in enumerate(by_rank):
         if len(layouts) != len(by_rank[0]):
             raise SlotMismatchError(f"rank {rank} has {len(layouts)} MoE layers and rank 0 has {len(by_rank[0])}")
@@ -49,7 +51,9 @@ def slot_checksums(storages: Sequence[SlotStorage]) -> Words:
     )
 
 
-def exchange_checksums(storages: Sequence[SlotStorage], placement: Placement, communicator: Communicator) -> Words:
+def exchange_checksums(
+    storages: Sequence[SlotStorage], placement: Placement, communicator: Communicator, timeout_s: float | None = None
+) -> Words:
     """uint64 [L, E]: what each expert's slots hold. Raises SlotMismatchError where replicas of an expert differ.
 
     Collective: every rank, at start and after new weights.
@@ -57,7 +61,7 @@ def exchange_checksums(storages: Sequence[SlotStorage], placement: Placement, co
     own = slot_checksums(storages)
     parts = [
         np.frombuffer(data, np.uint64).reshape(placement.num_layers, -1)
-        for data in communicator.all_gather(own.tobytes())
+        for data in communicator.all_gather(own.tobytes(), timeout_s)
     ]
     return expert_checksums(placement, np.concatenate(parts, axis=1))
 

@@ -93,8 +93,11 @@ class Communicator(Protocol):
         """Safe to call when no transaction has begun."""
         ...
 
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Every rank's data, by rank. Collective, outside of transactions: at start and after new weights."""
+    def all_gather(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        """Every rank's data, by rank. Collective, outside of transactions: at start and after new weights.
+
+        At such times ranks come far apart: `timeout_s` may allow for more than the communicator's own.
+        """
         ...
 
     def interrupt(self) -> None:

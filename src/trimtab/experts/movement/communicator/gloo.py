@@ -56,7 +56,7 @@ class GlooCommunicator:
         assert self._transport is None, "the last transaction was not ended"
         self._aborted = aborted
         self._check()
-        self._transport = self._connect(f"transaction-{transaction}")
+        self._transport = self._connect(f"transaction-{transaction}", self.timeout_s)
 
     def open_layer(self, layer: int, arrivals: Sequence[tuple[int, int, int]]) -> None:
         # All at once, before anything is sent: a send is done only when its receive has been posted.
@@ -101,9 +101,9 @@ class GlooCommunicator:
             self._transport.close()
             self._transport = None
 
-    def all_gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         self._num_gathers += 1
-        transport = self._connect(f"gather-{self._num_gathers}")
+        transport = self._connect(f"gather-{self._num_gathers}", timeout_s or self.timeout_s)
         try:
             part = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
             return [found.numpy().tobytes() for found in transport.all_to_all([part] * self.num_ranks)]
@@ -117,8 +117,8 @@ class GlooCommunicator:
         self.interrupt()
         self.end(is_aborted=True)
 
-    def _connect(self, name: str) -> GlooTransport:
-        return GlooTransport(self._folder, name, self.rank, self.num_ranks, self.timeout_s)
+    def _connect(self, name: str, timeout_s: float) -> GlooTransport:
+        return GlooTransport(self._folder, name, self.rank, self.num_ranks, timeout_s)
 
     def _group(self) -> GlooTransport:
         if self._transport is None:

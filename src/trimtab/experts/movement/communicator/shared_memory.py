@@ -116,7 +116,7 @@ class SharedMemoryCommunicator:
         self._layer_word = np.uint64(0)
         self._aborted = threading.Event()
 
-    def all_gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Through staging, piece by piece: no further memory is needed."""
         flags, piece_nbytes = self._flags[self.rank], self.staging.numel()
         flags[_GATHER_BYTES] = len(data)
@@ -125,12 +125,12 @@ class SharedMemoryCommunicator:
         while first < most:
             piece = np.frombuffer(data, np.uint8)[first : first + piece_nbytes]
             self.staging.view(-1)[: len(piece)].numpy()[:] = piece
-            self._meet()  # all have written
+            self._meet(timeout_s)  # all have written
             totals = [int(peer[_GATHER_BYTES]) for peer in self._flags]
             most = max(totals)
             for found, total, staging in zip(gathered, totals, self._stagings, strict=True):
                 found += staging.view(-1)[: max(0, min(piece_nbytes, total - first))].numpy().tobytes()
-            self._meet()  # all have read
+            self._meet(timeout_s)  # all have read
             first += piece_nbytes
         return [bytes(found) for found in gathered]
 
@@ -144,12 +144,13 @@ class SharedMemoryCommunicator:
         self._flags[self.rank][_CLOSED] = 1
         del self.staging, self._stagings, self._headers, self._flags  # what looks at the memory holds it
 
-    def _meet(self) -> None:
+    def _meet(self, timeout_s: float | None) -> None:
         self._num_gathers += 1
         self._flags[self.rank][_GATHER] = self._num_gathers
         self._wait(
             lambda: all(int(flags[_GATHER]) >= self._num_gathers for flags in self._flags),
             f"rank {self.rank} waited for all ranks to exchange what they hold",
+            timeout_s,
         )
 
     def _word_of(self, layer: int) -> np.uint64:
@@ -170,8 +171,9 @@ class SharedMemoryCommunicator:
         words[1 : 1 + HEADER_WORDS] = header.words()
         words[0] = self._layer_word
 
-    def _wait(self, is_done: Callable[[], bool | np.bool_], what: str) -> None:
-        deadline = time.monotonic() + self.timeout_s
+    def _wait(self, is_done: Callable[[], bool | np.bool_], what: str, timeout_s: float | None = None) -> None:
+        timeout_s = timeout_s or self.timeout_s
+        deadline = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
         while not is_done():
             if self._aborted.wait(pause_s):
@@ -184,7 +186,7 @@ class SharedMemoryCommunicator:
                 if flags[_CLOSED]:
                     raise RankFailureError(f"{what}; rank {peer} has closed")
             if time.monotonic() > deadline:
-                raise RankFailureError(f"{what} for {self.timeout_s} s")
+                raise RankFailureError(f"{what} for {timeout_s} s")
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
 
