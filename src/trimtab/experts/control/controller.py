@@ -56,6 +56,7 @@ class _Decision:
     """From a due trigger to the policy's answer."""
 
     was_requested: bool
+    end: int  # on the clock: the load up to there decides
     load: ExpertLoad | None = None
     asked_at: float = 0.0
 
@@ -248,12 +249,13 @@ class Controller:
         decision = self._decision
         if decision is None:
             if self.trigger.is_due and self._may_decide():
-                self._decision = _Decision(self.trigger.restart())
+                self._decision = _Decision(self.trigger.restart(), self.trigger.clock)
                 if not commands:  # else the bucket ends here already
                     self.window.close(self.trigger.clock, is_cut=True)
                     commands.append(Collect(True))
         elif decision.load is None:
-            if self.window.is_complete:
+            # Not "all buckets are complete": where each step has one of its own, that never holds.
+            if self.window.last_end >= decision.end:
                 self._ask_policy(decision, now)
         elif isinstance(self._refit, NoRefit) and (answer := self.policy.poll()) is not None:
             self._decision = None
@@ -272,7 +274,7 @@ class Controller:
     def _ask_policy(self, decision: _Decision, now: float) -> None:
         load, num_fresh = self.window.load(), self.window.take_fresh()
         if self.trace is not None and load.num_pairs:
-            self.trace.append(load, self.placement, self.trigger.clock)
+            self.trace.append(load, self.placement, self.window.last_end)
         if load.num_pairs == 0 or not (num_fresh or decision.was_requested):
             self._decision = None
             self._decline("no load was recorded since the last decision", {})
