@@ -86,6 +86,11 @@ def test_the_command_reports_a_mismatch_without_replay_and_none_with_it(
     assert [routes.num_tokens for routes in RoutesFile(file)] == [11 + 12, 8 + 12, 1 + 12]
     assert all(len(routes.logprobs) == 12 for routes in RoutesFile(file))
 
+    none = tmp_path / "none.safetensors"
+    unanswerable = ["--prompt", "x" * 3000, "--max-model-len", "64", *options, *written[:2], str(none)]
+    assert run(["generate", "--model", str(path), *unanswerable]) == 1
+    assert "no prompt was answered" in capsys.readouterr().err and not none.exists()
+
     trainer = perturbed(path, tmp_path / "trained")
     assert run(["replay", str(trainer), str(file), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

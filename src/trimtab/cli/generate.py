@@ -15,6 +15,7 @@ from trimtab.cli.prompts import PromptLine, as_chat, read_prompts
 from trimtab.observability.progress import stderr_is_terminal
 
 if TYPE_CHECKING:
+    from trimtab.config import EngineConfig
     from trimtab.llm import LLM
     from trimtab.outputs import RequestOutput
     from trimtab.sampling_params import SamplingParams
@@ -51,6 +52,15 @@ def run_prompts(llm: LLM, prompts: list[PromptLine], params: SamplingParams) -> 
         for position, output in zip(ready, outputs, strict=True):
             results[position] = output
     return results
+
+
+def check_routes_path(path: Path, config: EngineConfig) -> None:
+    """Raises what would otherwise be found out after all prompts have run."""
+    if not config.enable_return_routed_experts:
+        raise ValueError("--return-routed-experts needs an engine that stores them; add --enable-return-routed-experts")
+    if path.is_dir():
+        raise ValueError(f"--return-routed-experts ({path}) is a folder; name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def as_json(index: int, prompt: PromptLine, result: RequestOutput | str) -> dict[str, Any]:
@@ -158,20 +168,22 @@ def generate(
         prompts = [as_chat(line, system) for line in prompts]
     # What is impossible should not wait for the model.
     sampling_params(sampling)
-    if return_routed_experts is not None and not engine_config(model, engine).enable_return_routed_experts:
-        raise ValueError("--return-routed-experts needs an engine that stores them; add --enable-return-routed-experts")
+    if return_routed_experts is not None:
+        check_routes_path(return_routed_experts, engine_config(model, engine))
     llm = open_llm(model, engine)
     params = sampling_params(sampling, llm.get_default_sampling_params())
     if return_routed_experts is not None and params.logprobs is None:
         params = replace(params, logprobs=0)  # a trainer compares them with its own
     results = run_prompts(llm, prompts, params)
-    if return_routed_experts is not None:
-        finished = [result for result in results if not isinstance(result, str) and result.error is None]
-        llm.save_routed_experts(return_routed_experts, finished)
     if json_lines:
         for index, (line, result) in enumerate(zip(prompts, results, strict=True)):
             print(json.dumps(as_json(index, line, result), ensure_ascii=False), flush=True)
     else:
         print_text(prompts, results)
-    failed = any(isinstance(result, str) or result.error for result in results)
-    return 1 if failed else 0
+    answered = [result for result in results if not isinstance(result, str) and not result.error]
+    if return_routed_experts is not None:
+        if answered:
+            llm.save_routed_experts(return_routed_experts, answered)
+        else:
+            print(f"error: no prompt was answered; {return_routed_experts} was not written", file=sys.stderr)
+    return 0 if len(answered) == len(results) else 1

@@ -127,6 +127,7 @@ class Replay:
                 f"{layer.name} is given a choice {list(index.shape)}, the batch and its routes have "
                 f"{list(forced.shape)} [tokens, top-k]; sequences must reach the experts whole"
             )
+        forced = forced.to(index.device)  # a model's layers may be spread over devices
         if bool(((index != forced) & (forced != LIVE)).any()):
             raise UnsupportedModelError(
                 f"{type(layer.block).__name__} ({layer.name}) cannot be replayed: its experts were given other ones "

@@ -63,15 +63,16 @@ class ForcedTopK(TorchFunctionMode):
         self.seen += 1
         if self.seen - 1 != self.number:
             return result
-        forced = self.forced.reshape(result.indices.shape)
+        forced = self.forced.to(result.indices.device).reshape(result.indices.shape)
         indices = torch.where(forced == LIVE, result.indices, forced)
         return torch.return_types.topk((call.scores.gather(-1, indices), indices))
 
     def _select_groups(self, func: Callable[..., Any], call: _TopKCall) -> Any:
         num_groups = call.scores.shape[-1]
-        groups = self.forced.div(self.num_experts // num_groups, rounding_mode="floor")
+        forced = self.forced.to(call.scores.device)
+        groups = forced.div(self.num_experts // num_groups, rounding_mode="floor")
         wanted = torch.zeros(len(groups), num_groups + 1, dtype=torch.bool, device=groups.device)
-        wanted.scatter_(1, torch.where(self.forced == LIVE, num_groups, groups), True)
+        wanted.scatter_(1, torch.where(forced == LIVE, num_groups, groups), True)
         wanted = wanted[:, :num_groups]
         counts = wanted.sum(dim=1)
         if bool((counts > call.k).any()):

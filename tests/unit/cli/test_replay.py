@@ -26,6 +26,8 @@ def test_writing_routes_needs_an_engine_that_stores_them(
 ) -> None:
     """B70: a missing flag is named at once, not by a trainer later."""
     monkeypatch.setattr("trimtab.cli.generate.open_llm", None)
-    argv = ["generate", "--prompt", "x", "--return-routed-experts", str(tmp_path / "r.safetensors")]
-    assert run(argv) == EXIT_USER_ERROR
+    argv = ["generate", "--prompt", "x", "--return-routed-experts"]
+    assert run([*argv, str(tmp_path / "r.safetensors")]) == EXIT_USER_ERROR
     assert "add --enable-return-routed-experts" in capsys.readouterr().err
+    assert run([*argv, str(tmp_path), "--enable-return-routed-experts"]) == EXIT_USER_ERROR
+    assert "is a folder; name a file in it" in capsys.readouterr().err
