@@ -7,8 +7,9 @@ A format of its own, defined here alone, joins like the others: nothing in the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +25,12 @@ from trimtab.experts.formats import registry
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors, TensorSpec, check_shapes, make_activation
 from trimtab.experts.formats.registry import find_format, register_format
 from trimtab.experts.formats.slot_bytes import SlotBytes
+from trimtab.experts.movement.choice import choose_communicator
+from trimtab.experts.placement import Placement, Topology
+from trimtab.experts.ports import PreparedSlot, SlotStorage
 from trimtab.kernels import linear
 from trimtab.kernels.checksum import checksum
+from trimtab.testing.movement import MovingRanks, random_placement
 
 SEED = 20_261_130
 NUM_SLOTS = 5
@@ -290,6 +295,98 @@ def test_a_tensor_of_another_dtype_is_not_written_as_if_it_were() -> None:
     row = SlotBytes(find_format("int8"), PLAIN)
     with pytest.raises(ValueError, match=r"gate_up \(torch.float32\) must be torch.int8; encode it first"):
         row.write({**stored, "gate_up": stored["gate_up"].float()}, torch.empty(row.nbytes, dtype=torch.uint8))
+
+
+@every_pair
+def test_whole_transactions_move_what_the_kernels_read(pair: StoredBy, tmp_path: Path) -> None:
+    """Two ranks with a mover each: after every commit each slot computes bitwise what its expert computed at first."""
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+    topology, num_layers = Topology(4, 2, 2), 2
+    first = Placement.identity(topology, num_layers)
+    build(pair, ODD, 1)
+    whole = [loaded(pair, ODD, topology.num_experts, seed=SEED + layer) for layer in range(num_layers)]
+    expected = [outputs(kernel) for kernel in whole]
+
+    def load(storage: SlotStorage, layer: int, slot: int, expert: int) -> None:
+        storage.install(slot, storage.prepare(row_of(whole[layer], expert)))
+
+    plan = choose_communicator(
+        num_ranks=2, slots_per_rank=3, slot_nbytes=whole[0].slot_nbytes, communicator="shared_memory", timeout_s=30.0
+    )
+    kernels: dict[tuple[int, int], ExpertKernel] = {}
+
+    def make_storage(layer: int, rank: int) -> SlotStorage:
+        kernels[layer, rank] = build(pair, ODD, 3)
+        return slot_storage(kernels[layer, rank], ADMITTED)
+
+    ranks = MovingRanks(plan, first, tmp_path, make_storage, load)
+    num_commits = 0
+
+    def check() -> None:
+        nonlocal num_commits
+        num_commits += 1
+        ranks.check_slots()
+        for (layer, rank), kernel in kernels.items():
+            experts = ranks.placement.slot_to_expert[layer, 3 * rank : 3 * rank + 3].tolist()
+            assert same(outputs(kernel), [expected[layer][expert] for expert in experts])
+
+    try:
+        ranks.exchange()
+        for placement in [*(random_placement(topology, num_layers, generator) for _ in range(4)), first]:
+            ranks.rearrange(placement, check)
+        assert ranks.placement == first and num_commits == 5 * num_layers
+    finally:
+        ranks.close()
+
+
+class ForgetsAScale(ReferenceExpertKernel):
+    """B41: scales are kept elsewhere, and stay behind."""
+
+    def install(self, slot: int, prepared: PreparedSlot) -> None:
+        assert isinstance(prepared, dict)
+        kept = self._slots[slot]
+        super().install(slot, prepared if kept is None else {**prepared, "down_scale": kept["down_scale"]})
+
+
+class GivesAwayAClone(NativeExpertKernel):
+    """What moves is what was loaded once, and not what the kernel reads."""
+
+    def export_slot(self, slot: int, out: Tensor) -> int:
+        if slot not in (loaded := self.__dict__.setdefault("rows", {})):
+            loaded[slot] = out.clone()
+            super().export_slot(slot, loaded[slot])
+        out.copy_(loaded[slot])
+        return checksum(out)
+
+
+class KeepsTheRow(ReferenceExpertKernel):
+    """Computes from staging itself, which is somebody else's afterwards."""
+
+    def prepare(self, data: Tensor) -> PreparedSlot:
+        return self._row.read(data)
+
+
+@pytest.mark.parametrize(
+    ("broken", "suite"),
+    [
+        (ForgetsAScale, test_experts_of_different_scale_swap),
+        (GivesAwayAClone, test_ten_random_placements_and_back_are_bitwise_the_first),
+        (KeepsTheRow, test_experts_of_different_scale_swap),
+    ],
+    ids=["scale stays", "stale clone", "keeps staging"],
+)
+def test_the_suite_finds_a_kernel_that_moves_less_than_it_reads(
+    broken: type[ReferenceExpertKernel] | type[NativeExpertKernel],
+    suite: Callable[[StoredBy], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: these are the silent corruptions that the suite is for."""
+    if broken is GivesAwayAClone and (refusal := native_refusal(PLAIN, "int8")) is not None:
+        pytest.skip(refusal)
+    monkeypatch.setitem(KERNELS, broken.name, broken)
+    with pytest.raises(AssertionError):
+        suite(StoredBy("int8", broken.name))
 
 
 def test_every_pair_that_may_move_is_in_this_suite_and_no_other_may() -> None:
