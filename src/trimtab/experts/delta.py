@@ -57,17 +57,25 @@ def diff(old: Placement, new: Placement) -> tuple[LayerDelta, ...]:
 
 
 def _transfers(old: Placement, new: Placement, layer: int) -> tuple[Transfer, ...]:
-    topology = old.topology
+    slots_per_rank = old.topology.slots_per_rank
+    holders: list[list[int]] = [[] for _ in range(old.topology.num_experts)]  # expert -> its slots now, ascending
     targets: dict[tuple[int, int], list[int]] = {}  # (rank, expert) -> slots
-    for slot in np.flatnonzero(old.slot_to_expert[layer] != new.slot_to_expert[layer]).tolist():
-        key = (topology.rank_of(slot), int(new.slot_to_expert[layer, slot]))
-        targets.setdefault(key, []).append(slot)
-    num_sent = [0] * topology.num_ranks
+    before, after = old.slot_to_expert[layer].tolist(), new.slot_to_expert[layer].tolist()
+    for slot, (held, expert) in enumerate(zip(before, after, strict=True)):
+        holders[held].append(slot)
+        if held != expert:
+            targets.setdefault((slot // slots_per_rank, expert), []).append(slot)
+    num_sent = [0] * old.topology.num_ranks
     transfers = []
     for (rank, expert), slots in sorted(targets.items()):
-        sources = old.slots_of_expert(layer, expert)
-        source = min(sources, key=lambda slot: (topology.rank_of(slot) != rank, num_sent[topology.rank_of(slot)], slot))
-        if topology.rank_of(source) != rank:
-            num_sent[topology.rank_of(source)] += 1
+        source = -1
+        for slot in holders[expert]:
+            if slot // slots_per_rank == rank:
+                source = slot
+                break
+            if source < 0 or num_sent[slot // slots_per_rank] < num_sent[source // slots_per_rank]:
+                source = slot
+        if source // slots_per_rank != rank:
+            num_sent[source // slots_per_rank] += 1
         transfers.append(Transfer(expert, source, tuple(slots)))
     return tuple(transfers)

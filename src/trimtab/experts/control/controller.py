@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.experts.control.config import EplbConfig
-from trimtab.experts.control.gain import Outlook, balancedness, look_ahead, mean_balancedness
+from trimtab.experts.control.gain import (
+    Changes,
+    Outlook,
+    balancedness,
+    count_changes,
+    look_ahead,
+    mean_balancedness,
+)
 from trimtab.experts.control.load_trace import LoadTrace
 from trimtab.experts.control.load_window import Bucket, LoadWindow
 from trimtab.experts.control.policy.process import PolicyRunner
@@ -33,7 +40,6 @@ from trimtab.experts.control.transaction import (
     state_name,
 )
 from trimtab.experts.control.trigger import Trigger
-from trimtab.experts.delta import LayerDelta, diff
 from trimtab.experts.load import ExpertLoad
 from trimtab.experts.placement import Placement
 from trimtab.experts.ports import Collect, Command, LoadReport, Report
@@ -289,35 +295,35 @@ class Controller:
             return
         assert decision.load is not None
         current = self.placement
-        deltas = diff(current, answer)
+        changes = count_changes(current, answer)
         outlook = look_ahead(
             decision.load,
             self.window.times(),
             current,
             answer,
-            deltas,
+            changes,
             slot_nbytes=self.slot_nbytes,
             bandwidth=self.tally.bandwidth,
             horizon_steps=self.config.step_interval,
             min_gain=0.0 if decision.was_requested else self.config.min_gain,
         )
         self.outlook, self._balancedness = outlook, outlook.balancedness
-        if not deltas:
+        if not changes.layers:
             self._decline("no better placement was found", outlook.numbers())
         elif not outlook.pays:
             self._decline("the gain is not worth the moves", outlook.numbers())
         else:
-            self._begin(answer, deltas, outlook)
+            self._begin(answer, changes, outlook)
 
     def _decline(self, reason: str, numbers: Mapping[str, Any]) -> None:
         self.tally.num_declined += 1
         self.observer("declined", {"reason": reason, **numbers})
 
-    def _begin(self, target: Placement, deltas: Sequence[LayerDelta], outlook: Outlook) -> None:
-        worst_first = sorted(deltas, key=lambda delta: (float(outlook.by_layer[delta.layer]), delta.layer))
-        layers = tuple(ChangedLayer(delta.layer, bool(delta.transfers)) for delta in worst_first)
+    def _begin(self, target: Placement, changes: Changes, outlook: Outlook) -> None:
+        worst_first = sorted(changes.layers, key=lambda layer: (float(outlook.by_layer[layer]), layer))
+        layers = tuple(ChangedLayer(layer, bool(changes.num_moves[layer])) for layer in worst_first)
         self._num_transactions += 1
-        self.tally.begin(deltas)
+        self.tally.begin(changes)
         numbers = {"transaction": self._num_transactions, "layers": len(layers), **outlook.numbers()}
         self.observer("began", numbers)
         self._advance(Begin(self._num_transactions, target, layers, self.config.stall_timeout_s))
@@ -354,7 +360,7 @@ class Controller:
         commit = before.commit if isinstance(before, Committing | Aborting) else None
         if commit is None or placement_of(after) is placement_of(before):
             return
-        self.tally.count_commit(commit.layer, self.placement)
+        self.tally.count_commit(commit.layer)
         self.observer("committed", {"transaction": before.work.transaction, "layer": commit.layer})
 
     def _advance_refit(self, event: NextStep | StepDone | Tick) -> list[Command]:

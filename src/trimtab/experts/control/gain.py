@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.experts.control.policy.base import rank_loads, scaled_counts
-from trimtab.experts.delta import LayerDelta
 from trimtab.experts.load import ExpertLoad
 from trimtab.experts.placement import Placement
 
@@ -30,6 +28,32 @@ def mean_balancedness(load: ExpertLoad, by_layer: npt.NDArray[np.float64]) -> fl
     """by_layer [L] averaged over the layers that had traffic; 1 where none had (B29)."""
     has_traffic = load.counts.any(axis=1)
     return float(by_layer[has_traffic].mean()) if has_traffic.any() else 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """What a placement changes, counted; who sends what to whom is `delta.diff`'s, and every rank's own to find."""
+
+    layers: tuple[int, ...]  # those whose slots or shares change
+    num_moves: npt.NDArray[np.int64]  # [L]: slots that get another expert
+    num_received: npt.NDArray[np.int64]  # [L, n]: experts that come to a rank from another one
+
+
+def count_changes(current: Placement, proposed: Placement) -> Changes:
+    """In a few array operations: it runs beside a step (B37)."""
+    differs = current.slot_to_expert != proposed.slot_to_expert
+    is_changed = differs.any(axis=1) | (current.shares != proposed.shares).any(axis=1)
+    arrives = _held(proposed) & ~_held(current)
+    return Changes(tuple(np.flatnonzero(is_changed).tolist()), differs.sum(axis=1), arrives.sum(axis=2))
+
+
+def _held(placement: Placement) -> npt.NDArray[np.bool_]:
+    """[L, n, E]: whether a rank holds an expert."""
+    topology, num_layers = placement.topology, placement.num_layers
+    held = np.zeros((num_layers, topology.num_ranks, topology.num_experts), dtype=np.bool_)
+    ranks = np.arange(topology.num_slots) // topology.slots_per_rank
+    held[np.arange(num_layers)[:, None], ranks, placement.slot_to_expert] = True
+    return held
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +88,7 @@ def look_ahead(
     times: npt.NDArray[np.float64],
     current: Placement,
     proposed: Placement,
-    deltas: Sequence[LayerDelta],
+    changes: Changes,
     *,
     slot_nbytes: int,
     bandwidth: float,
@@ -77,7 +101,7 @@ def look_ahead(
     # Layers are passed one after the other, and in each all ranks wait for the most loaded one.
     totals = load.counts.sum(axis=1).astype(np.float64)
     now, then = float((totals / evenness).sum()), float((totals / proposed_evenness).sum())
-    received = _received_bytes(current, deltas, slot_nbytes)
+    received = changes.num_received.sum(axis=0) * slot_nbytes
     share, step_s = 1.0, 0.0
     if times[:, 0].max(initial=0.0) > 0 and load.num_steps:
         step_s = float(times[:, 0].max()) / load.num_steps
@@ -90,7 +114,7 @@ def look_ahead(
         predicted_balancedness=mean_balancedness(load, proposed_evenness),
         experts_share=share,
         step_s=step_s,
-        num_moves=sum(delta.num_slots for delta in deltas),
+        num_moves=int(changes.num_moves.sum()),
         num_bytes=int(received.sum()),
         busiest_rank_bytes=busiest,
         bandwidth=bandwidth,
@@ -99,13 +123,3 @@ def look_ahead(
         cost=busiest / bandwidth / horizon_s if horizon_s else 0.0,
         min_gain=min_gain,
     )
-
-
-def _received_bytes(current: Placement, deltas: Sequence[LayerDelta], slot_nbytes: int) -> npt.NDArray[np.int64]:
-    """[n]: an expert that a rank holds already is copied there; any other is received once."""
-    received = np.zeros(current.topology.num_ranks, dtype=np.int64)
-    for delta in deltas:
-        for transfer in delta.transfers:
-            if transfer.source_rank(current) != transfer.target_rank(current):
-                received[transfer.target_rank(current)] += slot_nbytes
-    return received

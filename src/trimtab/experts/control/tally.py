@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trimtab.experts.control.gain import ASSUMED_BANDWIDTH
+from trimtab.experts.control.gain import ASSUMED_BANDWIDTH, Changes
 from trimtab.experts.control.transaction import Aborting, Committing, OpenState, State
-from trimtab.experts.delta import LayerDelta
-from trimtab.experts.placement import Placement
 from trimtab.experts.ports import Committed, Report, Staged
 
 
@@ -29,7 +27,7 @@ class Tally:
     committing_s: float = 0.0
     _received_bytes: int = 0  # what the bandwidth is measured by
     _received_s: float = 0.0
-    _deltas: dict[int, LayerDelta] = field(default_factory=dict)  # of the open transaction
+    _changes: Changes | None = None  # of the open transaction
     _seen: set[tuple[str, int, int]] = field(default_factory=set)  # its reports: a duplicate is not counted twice
 
     @property
@@ -37,8 +35,8 @@ class Tally:
         """Bytes/s into a rank, measured over all moves so far."""
         return self._received_bytes / self._received_s if self._received_s > 0 else ASSUMED_BANDWIDTH
 
-    def begin(self, deltas: Sequence[LayerDelta]) -> None:
-        self._deltas = {delta.layer: delta for delta in deltas}
+    def begin(self, changes: Changes) -> None:
+        self._changes = changes
         self._seen = set()
 
     def count_step(self, state: State) -> None:
@@ -47,12 +45,10 @@ class Tally:
             is_sent = isinstance(state, Committing) or (isinstance(state, Aborting) and state.commit is not None)
             self.num_mixed_steps += 0 < state.work.num_committed + is_sent < len(state.work.layers)
 
-    def count_commit(self, layer: int, placement: Placement) -> None:
-        delta = self._deltas[layer]
-        self.num_moves += delta.num_slots
-        for transfer in delta.transfers:
-            if transfer.source_rank(placement) != transfer.target_rank(placement):
-                self.num_bytes += self.slot_nbytes
+    def count_commit(self, layer: int) -> None:
+        assert self._changes is not None, "a commit without a transaction"
+        self.num_moves += int(self._changes.num_moves[layer])
+        self.num_bytes += int(self._changes.num_received[layer].sum()) * self.slot_nbytes
 
     def measure(self, reports: Sequence[Report], transaction: int, num_ranks: int) -> None:
         for report in reports:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trimtab.experts.control.gain import Outlook, balancedness, look_ahead, mean_balancedness
+from trimtab.experts.control.gain import Outlook, balancedness, count_changes, look_ahead, mean_balancedness
 from trimtab.experts.delta import diff
 from trimtab.experts.load import ExpertLoad
 from trimtab.experts.placement import Placement, Topology
@@ -31,7 +31,7 @@ def outlook(
     """Ranks' loads go from (30, 10) to (20, 20)."""
     load = ExpertLoad(np.array([[15, 15, 5, 5]]), 100)
     return look_ahead(
-        load, np.array([times, (9.0, 1.0, 1.0)]), TWO_RANKS, SWAPPED, diff(TWO_RANKS, SWAPPED),
+        load, np.array([times, (9.0, 1.0, 1.0)]), TWO_RANKS, SWAPPED, count_changes(TWO_RANKS, SWAPPED),
         slot_nbytes=1000, bandwidth=bandwidth, horizon_steps=1000, min_gain=min_gain,
     )  # fmt: skip
 
@@ -56,10 +56,32 @@ def test_cost_is_the_busiest_ranks_receiving_over_the_horizon() -> None:
 def test_without_measured_times_the_whole_step_counts_as_experts() -> None:
     load = ExpertLoad(np.array([[15, 15, 5, 5]]), 100)
     unmeasured = look_ahead(
-        load, np.zeros((2, 3)), TWO_RANKS, SWAPPED, diff(TWO_RANKS, SWAPPED),
+        load, np.zeros((2, 3)), TWO_RANKS, SWAPPED, count_changes(TWO_RANKS, SWAPPED),
         slot_nbytes=1000, bandwidth=1e6, horizon_steps=1000, min_gain=0.02,
     )  # fmt: skip
     assert (unmeasured.experts_share, unmeasured.step_s, unmeasured.cost) == (1.0, 0.0, 0.0)
+
+
+def test_changes_are_those_of_the_delta() -> None:
+    """The count that decides and the moves that ranks make are the same."""
+    rng = np.random.default_rng(SEED := 7)
+    for _ in range(20):
+        topology = Topology(6, 3, 3)
+        old, new = (
+            Placement(topology, [rng.permutation([*range(6), 0, 1, 2]) for _ in range(3)], rng.integers(1, 3, (3, 9)))
+            for _ in range(2)
+        )
+        new = old.with_layer(0, new).with_layer(2, new)
+        changes, deltas = count_changes(old, new), diff(old, new)
+        assert changes.layers == tuple(delta.layer for delta in deltas), f"seed {SEED}"
+        received = np.zeros((3, 3), dtype=np.int64)
+        for delta in deltas:
+            assert changes.num_moves[delta.layer] == delta.num_slots
+            for transfer in delta.transfers:
+                received[delta.layer, transfer.target_rank(old)] += transfer.source_rank(old) != transfer.target_rank(
+                    old
+                )
+        assert changes.num_received.tolist() == received.tolist()
 
 
 def test_numbers_are_plain_values() -> None:
