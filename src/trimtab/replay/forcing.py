@@ -26,7 +26,7 @@ from trimtab.models.errors import UnsupportedModelError
 from trimtab.replay.alignment import LIVE, align, check_model, read_batch
 from trimtab.replay.layers import ReplayLayer, find_layers, intercept, read_choice
 from trimtab.replay.routes import Routes
-from trimtab.replay.selection import ForcedTopK, Selection, SelectionFinder
+from trimtab.replay.selection import ForcedTopK, Selection, find_selection
 
 
 class Replay:
@@ -67,8 +67,8 @@ class Replay:
             stack.callback(setattr, self, "_is_installed", False)
             for layer in self.layers:
                 stack.enter_context(intercept(layer.block, partial(self._run_block, layer)))
-                for child in layer.block.children():
-                    call = partial(self._run_child, child, layer)
+                for name, child in layer.block.named_children():
+                    call = partial(self._run_child, name, layer)
                     if child is layer.experts:
                         call = partial(self._run_experts, layer)
                     stack.enter_context(intercept(child, call))
@@ -100,17 +100,14 @@ class Replay:
 
     def _run_block(self, layer: ReplayLayer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if layer.layer_id not in self._selections:
-            finder = SelectionFinder(layer, forward, args, kwargs, self.num_experts)
-            self._selections[layer.layer_id] = finder.find()
-        if self._selections[layer.layer_id].scope is layer.block:
+            self._selections[layer.layer_id] = find_selection(layer, forward, args, kwargs, self.num_experts)
+        if not self._selections[layer.layer_id].scope:
             return self._run_selecting(layer, forward, *args, **kwargs)
         return forward(*args, **kwargs)
 
-    def _run_child(
-        self, child: nn.Module, layer: ReplayLayer, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run_child(self, child: str, layer: ReplayLayer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         selection = self._selections.get(layer.layer_id)  # None: the block is being tried
-        if selection is not None and selection.scope is child:
+        if selection is not None and selection.scope == child:
             return self._run_selecting(layer, forward, *args, **kwargs)
         return forward(*args, **kwargs)
 
@@ -148,8 +145,8 @@ class Replay:
 def replay_routed_experts(model: nn.Module, routes: Routes | Sequence[Routes]) -> Iterator[Replay]:
     """While open, forwards of `model` use the experts in `routes`, one per sequence of the batch, in order.
 
-    Works for any transformers MoE model whose router selects by `torch.topk`, in any mode, with any attention. In the
-    first forward each layer is tried: forcing its own choice must give its own weights bit for bit, or the
+    Works for any transformers MoE model whose router selects by `torch.topk`, in any mode, with any attention. Each
+    layer is tried once: forcing its own choice must give its own weights bit for bit, or the
     architecture is refused by name. Each forward is checked: token ids, lengths (S or S - 1), padding by
     attention_mask, packed sequences by position_ids, MoE layers, number of experts. Tokens without a row (before
     `start`, the last one, padding) keep the live router's choice.

@@ -6,7 +6,7 @@ replaced in the result of that one call: indices become the captured ones, value
 gradients flow as before. Groups are selected by an earlier `topk`; the captured experts' groups win there, or else
 routers that take weights from masked scores would give weight 0.
 
-Nothing of this is assumed: `find_selection` tries it on the block with the hidden states at hand, and refuses by name.
+Nothing of this is assumed: `find_selection` tries it on each block with the hidden states at hand, or refuses by name.
 """
 
 # T tokens  E experts  K top-k  G groups
@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,30 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selecting call: the `number`-th `topk` over all experts within a forward of `scope`."""
+    """The selecting call: the `number`-th `topk` over all experts within a forward of the block's child `scope`, or of
+    the block itself where that is empty."""
 
-    scope: nn.Module
+    scope: str
     number: int
+
+
+# Blocks that were tried, by what a trial depends on. No module is kept alive by it.
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Selection]] = WeakKeyDictionary()
+
+
+def find_selection(
+    layer: ReplayLayer, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], num_experts: int
+) -> Selection:
+    """Tries the layer's block with the arguments of a call of `forward`, once in each mode, and remembers.
+
+    Raises UnsupportedModelError naming the class where forced choices would not be the architecture's own.
+    """
+    block = layer.block
+    key = (block.training, num_experts, *(type(child) for child in block.children()))
+    known = _TRIED.setdefault(block, {})
+    if key not in known:
+        known[key] = _SelectionFinder(layer, forward, args, kwargs, num_experts).find()
+    return known[key]
 
 
 class ForcedTopK(TorchFunctionMode):
@@ -133,12 +154,12 @@ class _ObservedTopK(TorchFunctionMode):
 class _Trial:
     """One run of a block whose experts compute nothing."""
 
-    running: nn.Module
-    calls: list[tuple[_TopKCall, Tensor, nn.Module]] = field(default_factory=list)
+    running: str = ""  # the child that runs; empty in the block's own code
+    calls: list[tuple[_TopKCall, Tensor, str]] = field(default_factory=list)
     index: Tensor | None = None  # [T, K], as the experts were given it
     weights: Tensor | None = None
 
-    def run_child(self, child: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_child(self, child: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self.running = self.running, child
         try:
             return forward(*args, **kwargs)
@@ -152,7 +173,7 @@ class _Trial:
         return torch.zeros_like(hidden)
 
 
-class SelectionFinder:
+class _SelectionFinder:
     """Tries a block with the arguments of a call. Every run sees the same random numbers, and gradients are off."""
 
     def __init__(
@@ -171,7 +192,6 @@ class SelectionFinder:
         self.num_experts = num_experts
 
     def find(self) -> Selection:
-        """Raises UnsupportedModelError naming the class where forced choices would not be the architecture's own."""
         own = self._run()
         if own.index is None or own.weights is None:
             self._refuse("it does not call its experts")
@@ -195,7 +215,7 @@ class SelectionFinder:
 
     def _locate(self, own: _Trial, index: Tensor) -> Selection:
         num_tokens, top_k = index.shape
-        numbers: dict[nn.Module, int] = {}
+        numbers: dict[str, int] = {}
         found: list[Selection] = []
         for call, indices, scope in own.calls:
             if call.selects_experts(self.num_experts, num_tokens, top_k):
@@ -213,7 +233,7 @@ class SelectionFinder:
 
     def _run(self, selection: Selection | None = None, forced: Any = None) -> Any:
         block = self.layer.block
-        trial = _Trial(running=block)
+        trial = _Trial()
         args, kwargs = _copies(self.args), _copies(self.kwargs)
         devices = {tensor.device for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)}
         with ExitStack() as stack:
@@ -222,16 +242,16 @@ class SelectionFinder:
             stack.enter_context(torch.random.fork_rng(devices=accelerators, device_type=kind))
             stack.enter_context(torch.no_grad())
             stack.enter_context(intercept(self.layer.experts, trial.run_experts))
-            for child in block.children():
+            for name, child in block.named_children():
                 if child is self.layer.experts:
                     continue
-                call: Callable[..., Any] = partial(trial.run_child, child)
-                if selection is not None and selection.scope is child:
+                call: Callable[..., Any] = partial(trial.run_child, name)
+                if selection is not None and selection.scope == name:
                     call = partial(self._run_forced, selection, forced)
                 stack.enter_context(intercept(child, call))
             if selection is None:
                 stack.enter_context(_ObservedTopK(trial))
-            elif selection.scope is block:
+            elif not selection.scope:
                 self._run_forced(selection, forced, self.forward, *args, **kwargs)
                 return trial
             self.forward(*args, **kwargs)

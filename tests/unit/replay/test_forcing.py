@@ -294,6 +294,22 @@ def test_a_router_whose_weights_do_not_follow_the_choice_is_refused(router: Any,
         logits_of(network, ids)
 
 
+def test_a_block_is_tried_once_in_each_mode() -> None:
+    """A trainer opens a context per micro-batch; a trial runs all of the block but its experts four times."""
+    network = make_network("deepseek_v3")
+    (ids,) = random_ids(6)
+    routes = routes_for(network, ids)
+    calls: list[int] = []
+    shared = network.model.layers[-1].mlp.shared_experts
+    shared.register_forward_hook(lambda *_: calls.append(1))
+    for training, expected in ((False, 5), (False, 1), (True, 5), (True, 1), (False, 1)):
+        network.train(training)
+        calls.clear()
+        with replay_routed_experts(network, routes):
+            logits_of(network, ids)
+        assert len(calls) == expected
+
+
 def test_nothing_stays_on_the_modules_and_other_instances_are_not_touched() -> None:
     network, other = make_network("mixtral"), make_network("mixtral")
     (ids,) = random_ids(6)
