@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trimtab.assemble import Parts, assemble, read_generation_config
 from trimtab.config import config_from_options
+from trimtab.engine.engine import MixedWeightsError
 from trimtab.experts.data.capture import ExpertUsage
 from trimtab.observability.interrupts import hold_interrupts
 from trimtab.observability.progress import progress_bar, stderr_is_terminal
@@ -18,6 +19,8 @@ from trimtab.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from trimtab.experts.control.controller import Controller
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -181,6 +184,52 @@ class LLM:
             **self.engine.stats(),
             "start_up_s": dict(self._parts.start_up_s),
         }
+
+    # -- balancing experts ---------------------------------------------------------------------------------------------
+
+    def eplb_stats(self) -> dict[str, Any]:
+        """What balancing did and sees: state, rearrangements by outcome, moves, bytes, balancedness (1 is even),
+        the last decision's numbers, and the latest events."""
+        return {**self._controller().stats(), "events": self._parts.events.recent()}
+
+    def rearrange_experts(self) -> dict[str, Any]:
+        """Decides now, whatever the gain, and serves on until experts are where they were decided to be; -> eplb_stats.
+
+        Without load since the last decision nothing moves.
+        """
+        controller = self._controller()
+        controller.request_rearrangement()
+        while self.engine.balancer.wants_step:
+            self._step()
+        return self.eplb_stats()
+
+    def save_placement(self, path: str) -> None:
+        """Writes the placement in force to a file that `initial_placement` reads."""
+        from trimtab.experts.placement_file import write_placement
+
+        write_placement(self._controller().placement, path)
+
+    def update_weights(self, path: str) -> int:
+        """New weights from a checkpoint of the same model, while requests run -> the weights' version, counted from 0.
+
+        All files are checked on all ranks before anything changes: ValueError says what does not fit, and the old
+        weights go on serving. Running requests go on with the new weights, on the keys and values they have; cached
+        prefixes are forgotten. A failure after the first byte raises MixedWeightsError: no request is taken until
+        weights were loaded whole.
+        """
+        self.engine.request_refit(path, self.config.num_ranks)
+        while (result := self.engine.refit_result) is None:
+            self._step()
+        if result.is_harmed:
+            raise MixedWeightsError(f"new weights from {path} failed halfway: {result.problem}; load whole ones")
+        if result.problem:
+            raise ValueError(f"weights ({path!r}) cannot be loaded: {result.problem}; the old ones serve on")
+        return self.engine.weights_version
+
+    def _controller(self) -> Controller:
+        if not self.config.enable_eplb:
+            raise ValueError("experts stay where they are: enable_eplb is off; switch it on")
+        return cast("Controller", self.engine.balancer)
 
     def shutdown(self) -> None:
         """Ends what the engine started; safe to call twice."""

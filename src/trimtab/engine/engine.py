@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from trimtab.engine.admission import RequestLimits
 from trimtab.engine.completion import Completion, UserRequest
@@ -27,6 +27,10 @@ from trimtab.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from trimtab.engine.routed_experts import FrozenRows
+    from trimtab.experts.control.refit import RefitResult
+
+# Until all ranks have read a checkpoint's headers, or an open rearrangement has come to rest.
+REFIT_TIMEOUT_S = 300.0
 
 
 class EngineDeadError(RuntimeError):
@@ -65,6 +69,16 @@ class Balancer(Protocol):
     def on_reports(self, reports: Sequence[Report], now: float) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Refitting(Protocol):
+    """A balancer that can bring new weights to all ranks."""
+
+    @property
+    def refit_result(self) -> RefitResult | None: ...
+
+    def request_refit(self, path: str, weights_version: int) -> None: ...
 
 
 class NoBalancer:
@@ -247,6 +261,24 @@ class Engine:
         """Forgets all cached prefixes; new weights bring their `weights_version`."""
         for rank in self.scheduler.ranks:
             rank.allocator.reset_prefix_cache(weights_version)
+
+    def request_refit(self, path: str, num_ranks: int) -> None:
+        """New weights from `path` on all ranks; `step` brings them, and `refit_result` tells how it ended.
+
+        Raises ValueError while others are being loaded.
+        """
+        self._check_alive()
+        if isinstance(self.balancer, NoBalancer):
+            from trimtab.experts.control.refit_only import RefitOnly  # off means absent
+
+            self.balancer = RefitOnly(num_ranks, REFIT_TIMEOUT_S, num_in_flight=len(self.in_flight))
+        assert isinstance(self.balancer, Refitting)
+        self.balancer.request_refit(path, self.weights_version + 1)
+
+    @property
+    def refit_result(self) -> RefitResult | None:
+        """Of the last refit that ended; None while one is open and before the first."""
+        return self.balancer.refit_result if isinstance(self.balancer, Refitting) else None
 
     def check_health(self) -> None:
         """Raises EngineDeadError once the engine or one of its workers has met a fault, also while nothing runs, and
