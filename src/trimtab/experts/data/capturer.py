@@ -86,16 +86,19 @@ class RoutedExpertsCapturer:
         self.buffer = torch.empty(
             max_num_batched_tokens, config.num_layers, config.top_k, dtype=torch.int32, device=device
         )
-        self._columns = self.buffer.unbind(1)
+        self._columns: tuple[Tensor, ...] = ()  # [T, K] per layer: views of the buffer for steps of as many tokens
+        self._num_tokens = -1
         self._dtype = torch.uint8 if config.dtype.itemsize == 1 else torch.uint16
         self._written: list[int | None] = [None] * config.num_layers  # rows, by each layer, since the last record
 
     def record(self, ordinal: int, expert_ids: Tensor) -> None:
         """expert_ids [T, K] of MoE layer `ordinal`. Raises IndexError for one that is not in the layout."""
-        if ordinal < 0:
-            raise IndexError(f"MoE layer {ordinal} is not in [0, {len(self.layer_ids) - 1}]")
+        if not 0 <= ordinal < len(self._written):
+            raise IndexError(f"MoE layer {ordinal} is not in [0, {len(self._written) - 1}]")
         num_tokens = expert_ids.shape[0]
-        self._columns[ordinal][:num_tokens].copy_(expert_ids)
+        if num_tokens != self._num_tokens:
+            self._columns, self._num_tokens = self.buffer[:num_tokens].unbind(1), num_tokens
+        self._columns[ordinal].copy_(expert_ids)
         # A second pass through the layer within a step leaves open which of the two a row is: it counts as none.
         self._written[ordinal] = num_tokens if self._written[ordinal] is None else -1
 
