@@ -117,3 +117,37 @@ def test_a_gloo_group_that_failed_is_never_used_again(tmp_path: Path) -> None:
                 transport.all_to_all([torch.ones(1, dtype=torch.uint8)] * 2)
 
     run_ranks(2, work)
+
+
+def test_gloo_passes_bytes_between_two_ranks_into_the_receivers_memory(tmp_path: Path) -> None:
+    """Tags tell messages apart, in whatever order they are sent; nothing but the receive's own bytes is written."""
+
+    def work(rank: int) -> None:
+        transport = GlooTransport(tmp_path, "pair", rank, 2, 10.0)
+        around = torch.zeros(12, dtype=torch.uint8)
+        received = [transport.post_receive(around[4 * tag + 1 : 4 * tag + 4], 1 - rank, tag) for tag in range(3)]
+        for tag in (2, 0, 1):
+            transport.post_send(torch.full((3,), 10 * rank + tag + 1, dtype=torch.uint8), 1 - rank, tag).wait()
+        for pending in received:
+            pending.wait()
+        sender = 10 * (1 - rank)
+        assert around.tolist() == [0, *[sender + 1] * 3, 0, *[sender + 2] * 3, 0, *[sender + 3] * 3]
+        transport.close()
+
+    run_ranks(2, work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gloo_receive_fails_when_its_sender_closes_and_the_group_is_of_no_more_use(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        transport = GlooTransport(tmp_path, "pair", rank, 2, 60.0)
+        if rank == 1:
+            transport.close()
+            return
+        with pytest.raises(RankFailureError, match=r"rank 0 could not recv \(tag 0, rank 1\)"):
+            transport.post_receive(torch.zeros(3, dtype=torch.uint8), 1, 0).wait()
+        with pytest.raises(RankFailureError, match="its group was closed or has failed"):
+            transport.post_send(torch.zeros(3, dtype=torch.uint8), 1, 0)
+
+    run_ranks(2, work)
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import torch
 from byte_ranks import FIRST, NUM_LAYERS, SECOND, SLOT_NBYTES, TOPOLOGY, byte_ranks, wrong_slots
 
 from trimtab.experts.delta import LayerDelta, Transfer, diff
+from trimtab.experts.movement import mover as mover_module
 from trimtab.experts.movement.communicator.shared_memory import LoopbackCommunicator
 from trimtab.experts.movement.faults import Point
 from trimtab.experts.movement.mover import BackgroundMover, MovementConfig
@@ -406,6 +407,24 @@ def test_a_thread_that_ended_is_no_silence(tmp_path: Path) -> None:
         for ask in (mover.poll, mover.settle):
             with pytest.raises(RuntimeError, match="rank 0: the mover's thread has ended"):
                 ask()
+
+
+def test_a_thread_that_does_not_end_is_said_and_its_memory_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it may still write must not be given back under it."""
+    go = threading.Event()
+    with byte_ranks(tmp_path, faults={0: ScriptedFaults({Point.STAGE: waits_for(go)})}, timeout_s=0.02) as ranks:
+        ranks.begin(SECOND)
+        mover = ranks.movers[0]
+        mover.stage(0)
+        monkeypatch.setattr(mover_module, "_CLOSE_GRACE_S", 0.0)
+        with pytest.raises(RuntimeError, match="rank 0: the mover's thread does not end"):
+            mover.close()
+        assert mover._communicator.staging.numel() > 0
+        go.set()
+        mover._thread.join()
+        mover._communicator.close()
 
 
 def test_rests_are_cut_short_by_an_abort(tmp_path: Path) -> None:
