@@ -63,6 +63,7 @@ def describe(spec: ModelSpec, num_ranks: int, num_redundant_experts: int) -> dic
             }
             for layer in spec.moe_layers
         ],
+        "routing": spec.routing,
         "attention": {
             "num_layers": len(spec.attention_layers),
             "windows": windows,
@@ -123,6 +124,7 @@ def rows(spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{format_count(spec.num_parameters)}, {active} active per token ({share:.0%})"),
         ("on disk", format_bytes(facts["bytes_on_disk"])),
         *(("MoE layers", line) for line in _moe_lines(spec)),
+        ("routing", ", ".join(f"{key} {value}" for key, value in spec.routing.items()) or "as the family does it"),
         *(("attention", line) for line in _attention_lines(spec)),
         ("sizes", f"hidden {spec.hidden_size}, vocabulary {spec.vocab_size:,}, {spec.max_position:,} positions"),
         ("KV cache", f"{format_bytes(kv_bytes)} per token, {full_length} for one sequence of full length"),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,6 +28,8 @@ __all__ = ["AttentionSpec", "CheckpointError", "MoESpec", "ModelSpec", "Unsuppor
 logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ("int8",)
+# How a router chooses, where a family's configuration has a say in it.
+ROUTING_KEYS = ("norm_topk_prob", "scoring_func", "topk_method", "routed_scaling_factor", "n_group", "topk_group")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,6 +66,13 @@ class ModelSpec:
             for layer in self.moe_layers
             for tensor in stored.specs(layer.shape).values()
         )
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """The configuration's values of ROUTING_KEYS: the checkpoint's where it gives one, else the family's defaults
+        (B84). What is missing is no choice of this family: its code knows one way."""
+        config = self.hf_config
+        return {key: getattr(config, key) for key in ROUTING_KEYS if getattr(config, key, None) is not None}
 
 
 def read_spec(path: str | Path, dtype: str = "auto", quantization: str | None = None) -> ModelSpec:

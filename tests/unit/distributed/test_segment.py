@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,23 @@ def test_too_little_memory_is_refused_at_the_start_naming_what_is_needed(num_byt
     """B127: never a bus error later. The size of /dev/shm plays no part."""
     with pytest.raises(ValueError, match=rf"needs {num_bytes} bytes, and .*; lower max_num_batched_tokens"):
         SharedSegment.create(num_bytes, available)
+
+
+def test_a_segment_larger_than_dev_shm_is_served() -> None:
+    """B127: containers often have 64 MB there. Seen from a mount namespace with so small a one, every page touched."""
+    code = (
+        "import os; from trimtab.distributed.segment import SharedSegment;"
+        "assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_frsize == 64 << 20;"
+        "s = SharedSegment.create(100 << 20); view = s.memory; view[:] = bytes([7]) * (100 << 20); print(view[-1])"
+    )
+    inside = f'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -c "{code}"'
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
+    ):
+        pytest.skip("no mount namespaces here")
+    run = subprocess.run(["unshare", "--mount", "sh", "-c", inside], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == "7\n", run.stderr
 
 
 def test_it_is_gone_when_its_creator_is_and_the_name_leads_nowhere() -> None:

@@ -67,6 +67,19 @@ def test_an_absent_renormalisation_flag_means_the_familys_default(tmp_path: Path
     assert_same_as_eager(without(make_tiny_checkpoint(tmp_path, family), "norm_topk_prob"))
 
 
+def test_routing_flags_are_told_with_the_familys_default_where_the_checkpoint_is_silent(tmp_path: Path) -> None:
+    """B84: what a start prints. Mixtral's code always renormalises, and has no flag."""
+
+    def told(family: str, **options: Any) -> Any:
+        path = make_tiny_checkpoint(tmp_path / f"{family}-{len(options)}", family, **options)
+        return read_spec(path if options else without(path, "norm_topk_prob")).routing.get("norm_topk_prob")
+
+    assert {family: told(family) for family in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")} == {
+        "mixtral": None, "qwen3_moe": False, "olmoe": False, "deepseek_v3": True
+    }  # fmt: skip
+    assert told("qwen3_moe", norm_topk_prob=True) is True and told("deepseek_v3", norm_topk_prob=False) is False
+
+
 @pytest.mark.parametrize("norm", [True, False])
 def test_weights_are_softmax_over_all_experts_then_gathered(tmp_path: Path, norm: bool) -> None:
     """B85"""
