@@ -72,7 +72,9 @@ def test_rows_take_their_true_length_in_the_narrowest_type(tmp_path: Path, num_e
 
 def test_reading_holds_one_completion(tmp_path: Path) -> None:
     model = RoutedModel("m", "A", 256, 8, tuple(range(16)), 16)
-    path = save_routes(tmp_path / "routes.safetensors", [some_routes(2001, seed, model=model) for seed in range(6)])
+    experts = np.tile(np.arange(8, dtype=np.uint8), (2000, 16, 1))
+    written = (some_routes(2001, seed, model=model, experts=experts) for seed in range(6))
+    path = save_routes(tmp_path / "routes.safetensors", written)
     one = 2000 * 16 * 8
     assert path.stat().st_size > 6 * one
     file = RoutesFile(path)
