@@ -71,6 +71,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     path = resolve_model(config.model, progress)
 
     spec = read_spec(path, config.dtype, config.quantization)
+    logger.info("routing: %s", spec.routing or "as the family does it")
     placement = plan_placement(config, spec)
     dispatch = plan_dispatch(config, spec)
     movement = plan_movement(config, spec, placement, dispatch)
@@ -160,7 +161,7 @@ def plan_movement(
     """
     if not config.enable_eplb:
         return None
-    from trimtab.experts.balancer import plan_rank_movement  # off means absent
+    from trimtab.experts.balancer import ExecutionFacts, plan_rank_movement  # off means absent
 
     assert placement is not None, "experts move between the slots of a placement"
     return plan_rank_movement(
@@ -169,6 +170,15 @@ def plan_movement(
         [layer.shape for layer in spec.moe_layers],
         spec.dtype,
         spec.quantization,
+        ExecutionFacts(
+            model_runner=config.model_runner,
+            enable_expert_parallel=config.enable_expert_parallel,
+            num_ranks=config.num_ranks,
+            executor=config.executor_backend,
+            dispatcher=dispatch.backend,
+            async_depth=config.async_depth or 1,
+            experts_per_layer=tuple(layer.num_experts for layer in spec.moe_layers),
+        ),
     )
 
 
