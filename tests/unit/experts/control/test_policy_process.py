@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,8 +46,12 @@ def start(processes: list[PolicyProcess], name: str, clock: Clock | None = None)
 
 
 def answer(process: PolicyProcess, load: ExpertLoad = LOAD, current: Placement = START) -> Placement | str:
-    """Waits as an engine does not."""
     process.submit(load, current)
+    return wait_for_answer(process)
+
+
+def wait_for_answer(process: PolicyProcess) -> Placement | str:
+    """Waits as an engine does not."""
     while (found := process.poll()) is None:
         assert process._process is not None and process._process.stdout is not None
         select.select([process._process.stdout], [], [], 0.05 if process._unsent else 60.0)
@@ -68,10 +73,14 @@ def test_submitting_more_than_a_pipe_holds_does_not_wait(processes: list[PolicyP
     rng = np.random.default_rng(0)
     load, current = ExpertLoad(rng.integers(0, 1000, (58, 256)), 10), Placement.initial(topology, 58)
     process = start(processes, "default")
+    answer(process)
+    child = process._process
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)  # reads nothing
     process.submit(load, current)
-    assert process._unsent  # the rest follows with each poll
-    process.close()
-    assert isinstance(answer(process, load, current), Placement)
+    assert process._unsent and process.poll() is None  # the rest follows with each poll
+    child.send_signal(signal.SIGCONT)
+    assert isinstance(wait_for_answer(process), Placement)
 
 
 @pytest.mark.parametrize(
