@@ -35,10 +35,11 @@ def calibration_passages(path: Path, length: int, count: int) -> Passages:
 
 def held_out_passages(llm: LLM, length: int, seed: int) -> Passages:
     params = SamplingParams(temperature=0.8, seed=seed, max_tokens=min(length, 200))
-    passages: Passages = {}
-    for domain, prompts in DOMAIN_PROMPTS.items():
-        outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=False)
-        passages[domain] = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    asked = [(domain, prompt) for domain, prompts in DOMAIN_PROMPTS.items() for prompt in prompts]
+    outputs = llm.chat([[{"role": "user", "content": prompt}] for _, prompt in asked], params, use_tqdm=False)
+    passages: Passages = {domain: [] for domain in DOMAIN_PROMPTS}
+    for (domain, _), output in zip(asked, outputs, strict=True):
+        passages[domain].append([*output.prompt_token_ids, *output.outputs[0].token_ids])
     return passages
 
 
