@@ -83,11 +83,13 @@ def replay(
 ) -> int:
     """Compare a rollout with the trainer's model, without replay and with the rollout's experts forced.
 
-    Every completion of the file runs twice through transformers' own network: once with its router choosing, once with
-    the captured experts, whose weights are recomputed from the live router. With replay all experts agree; what is
+    Every completion of the file runs twice through transformers' own network:
+    once with its router choosing, once with the captured experts, whose weights
+    are recomputed from the live router. With replay all experts agree; what is
     left of the KL divergence does not come from routing.
 
-    Exit code: 0 when all experts agree with replay, 1 when they do not, 2 when model and file do not fit.
+    Exit code: 0 when all experts agree with replay, 1 when they do not, 2 when
+    model and file do not fit.
 
     Parameters
     ----------

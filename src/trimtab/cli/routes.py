@@ -105,11 +105,12 @@ def routes(
     num_tokens: int = 256,
     json_lines: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Show which experts a file's tokens used: a PNG over tokens and layers, and a table per layer.
+    """Show which experts a file's tokens used: a PNG over tokens and layers, a table.
 
-    The picture is of one completion: every column a token, every layer a band of top-k rows, the strongest choice on
-    top, each expert in its own colour. The table counts all completions: entropy tells how evenly a layer spreads its
-    tokens, as bits and as the number of experts that would share them evenly.
+    The picture is of one completion: every column a token, every layer a band
+    of top-k rows, the strongest choice on top, each expert in its own colour.
+    The table counts all completions: entropy tells how evenly a layer spreads
+    its tokens, as bits and as the number of experts that would share them alike.
 
     Parameters
     ----------
