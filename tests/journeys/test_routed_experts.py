@@ -282,6 +282,21 @@ def test_rows_are_logical_experts_wherever_their_replicas_live(
         assert_same(rows_of(generate(llm, some_prompts())), expected)
 
 
+@pytest.mark.parametrize("layout", ["DP 2", "TP 2"])
+def test_rows_are_the_same_while_experts_move(checkpoint: Path, expected: list[np.ndarray], layout: str) -> None:
+    """Rows are logical experts, seen before they become slots: moves in nearly every step change none."""
+    eplb = {"window_size": 1, "step_interval": 1, "num_redundant_experts": 4, "min_gain": 0,
+            "policy": "trimtab.testing.policies:ShufflingPolicy"}  # fmt: skip
+    options = {"enable_expert_parallel": True, "distributed_executor_backend": "threads", "enable_eplb": True}
+    with LLM(str(checkpoint), eplb_config=eplb, **OPTIONS | options | LAYOUTS[layout]) as llm:
+        placements = set()
+        for _ in range(12):
+            assert_same(rows_of(generate(llm, some_prompts())), expected)
+            llm.engine.reset_prefix_cache()
+            placements.add(tuple(llm._parts.models[0].moe_layers[0].routing_table.slots.flatten().tolist()))
+    assert len(placements) > 2, "experts did move meanwhile"
+
+
 def test_rows_come_whole_from_other_processes(checkpoint: Path, expected: list[np.ndarray]) -> None:
     """B69: they are the caller's own to keep and to change."""
     options = {"enable_expert_parallel": True, "distributed_executor_backend": "mp", "data_parallel_size": 2}
