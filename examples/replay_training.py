@@ -25,7 +25,7 @@ def roll_out(model: str, file: Path) -> None:
 
 
 def train_one_step(trainer: torch.nn.Module, file: RoutesFile) -> None:
-    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.001)
     for routes, advantage in zip(file, (1.0, -1.0), strict=True):
         tokens = torch.from_numpy(routes.token_ids)
         with replay_routed_experts(trainer, routes):
