@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from trimtab import assemble, ranks
-from trimtab.assemble import plan_kv_cache, plan_placement, rank_weight_bytes
+from trimtab.assemble import RESERVE_BYTES, plan_kv_cache, plan_placement, rank_weight_bytes
 from trimtab.config import EngineConfig
 from trimtab.experts.data.dispatch.choice import DispatchPlan
 from trimtab.experts.placement import Placement, Topology
+from trimtab.experts.routed_experts import routed_experts_layout
 from trimtab.models.spec import ModelSpec, read_spec
 from trimtab.plan import KVCacheConfig, KVCacheGroupSpec
 from trimtab.ranks import RankSetup
+from trimtab.runner.attention import kv_cache_bytes_per_token
 from trimtab.testing.checkpoints import make_tiny_checkpoint
 
 KV_CACHE = KVCacheConfig(16, 9, (KVCacheGroupSpec((0, 2), None, 64), KVCacheGroupSpec((1,), 8, 32)))
@@ -100,3 +102,16 @@ def test_workers_share_is_what_its_process_gets(monkeypatch) -> None:
 class _Started:
     def facts(self) -> list[dict[str, int]]:
         return [{}, {}]
+
+
+def test_rows_of_routed_experts_are_planned_beside_the_kv_cache(spec: ModelSpec) -> None:
+    """Both fit together in what the cache alone would get."""
+    sizes = {}
+    for capture in (False, True):
+        config = EngineConfig(model=str(spec.path), block_size=16, enable_return_routed_experts=capture)
+        kv_cache, _ = plan_kv_cache(config, spec, RESERVE_BYTES + spec.num_bytes + 2**23)
+        block_bytes = 16 * kv_cache_bytes_per_token(spec.attention_layers, spec.dtype)
+        sizes[capture] = kv_cache.num_blocks * block_bytes
+        if capture:
+            sizes[capture] += kv_cache.num_blocks * 16 * routed_experts_layout(spec.moe_layers).slot_bytes
+    assert 0 <= sizes[False] - sizes[True] < sizes[False] / 50
