@@ -182,9 +182,9 @@ def test_nothing_is_written_before_the_receivers_staging_is_open(name: str, num_
 @several_ranks
 def test_senders_do_not_wait_for_a_rank_that_cannot_take_the_layer(name: str, num_ranks: int, opened: Opened) -> None:
     ends = opened(name, num_ranks, timeout_s=60.0)
+    run_ranks(num_ranks, lambda rank: ends[rank].begin(5, threading.Event()))
 
     def work(rank: int) -> None:
-        ends[rank].begin(5, threading.Event())
         if rank == 1:
             ends[1].refuse_layer(2, [])
             return
@@ -198,9 +198,9 @@ def test_senders_do_not_wait_for_a_rank_that_cannot_take_the_layer(name: str, nu
 @several_ranks
 def test_ranks_that_all_refuse_do_not_wait_for_each_other(name: str, num_ranks: int, opened: Opened) -> None:
     ends = opened(name, num_ranks, timeout_s=60.0)
+    run_ranks(num_ranks, lambda rank: ends[rank].begin(5, threading.Event()))
 
     def work(rank: int) -> None:
-        ends[rank].begin(5, threading.Event())
         ends[rank].refuse_layer(2, [(1 - rank, 0, header())])
 
     run_ranks(num_ranks, work)
@@ -220,9 +220,9 @@ def test_a_rank_that_ends_the_transaction_early_wakes_those_that_wait_for_it(
     name: str, num_ranks: int, opened: Opened
 ) -> None:
     ends = opened(name, num_ranks, timeout_s=60.0)
+    run_ranks(num_ranks, lambda rank: ends[rank].begin(5, threading.Event()))
 
     def work(rank: int) -> None:
-        ends[rank].begin(5, threading.Event())
         ends[rank].open_layer(2, [(0, 1 - rank, SLOT_NBYTES)])
         if rank == 1:
             ends[1].end(is_aborted=True)

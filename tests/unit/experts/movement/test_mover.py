@@ -217,6 +217,7 @@ def test_rule_15_a_mover_that_raises_fails_by_name_and_the_next_transaction_succ
     faults = ScriptedFaults({point: raises("the disk is on fire")})
     with byte_ranks(tmp_path, communicator=communicator, faults={0: faults}, timeout_s=5.0) as ranks:
         transaction = ranks.begin(SECOND)
+        assert ranks.settled() == [[], []]  # all have met
         own, other = ranks.stage(0)
         assert only(own) == Failed(0, transaction, 0, "the disk is on fire")
         assert "rank 0: transaction 1, layer 0: the disk is on fire" in caplog.text

@@ -57,7 +57,8 @@ def test_layers_are_wholly_old_or_wholly_new_whatever_fails(
                     outcome = "aborted"
                     break
                 reports = [report for found in ranks.stage(layer) for report in found]
-                assert len(reports) == num_ranks
+                # One that fails may close its group while another still connects: that one fails in both respects.
+                assert {report.rank for report in reports} == set(range(num_ranks))
                 if not all(isinstance(report, Staged) for report in reports):
                     assert any(isinstance(report, Failed) for report in reports)
                     outcome = "failed"
