@@ -84,7 +84,13 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     balancer = plan_balancer(config, spec, placement, movement, events)
     clock.lap("plan")
 
-    ranks = start_ranks(RankSetup(config, path, kv_cache, max_model_len, placement, dispatch, movement), spec, report)
+    setup = RankSetup(config, path, kv_cache, max_model_len, placement, dispatch, movement)
+    try:
+        ranks = start_ranks(setup, spec, report)
+    except BaseException:
+        if balancer is not None:
+            balancer.close()
+        raise
     clock.lap("load")
 
     engine = Engine(

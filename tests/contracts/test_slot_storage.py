@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimtab.experts.data.kernels import MOVABLE, make_expert_kernel, plan_slots, slot_storage
+from trimtab.experts.data.kernels import make_expert_kernel, plan_slots, slot_storage
 from trimtab.experts.data.kernels.base import ExpertKernel
-from trimtab.experts.data.kernels.movable import StoredBy
 from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.data.kernels.reference import ReferenceExpertKernel
 from trimtab.experts.formats import registry
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors, TensorSpec, check_shapes, make_activation
+from trimtab.experts.formats.movable import MOVABLE, StoredBy
 from trimtab.experts.formats.registry import find_format, register_format
 from trimtab.experts.formats.slot_bytes import SlotBytes
 from trimtab.experts.movement.choice import choose_communicator

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, assert_never
 
 import numpy as np
@@ -22,6 +23,7 @@ from trimtab.experts.control.load_trace import LoadTrace, TraceMetadata
 from trimtab.experts.control.policy.base import PolicySettings
 from trimtab.experts.control.policy.process import PolicyProcess
 from trimtab.experts.control.policy.registry import make_policy
+from trimtab.experts.control.support import ExecutionFacts, unsupported
 from trimtab.experts.data.dispatch.base import Dispatcher, DispatchTimes
 from trimtab.experts.data.kernels import plan_slots
 from trimtab.experts.data.kernels.movable import slot_storage
@@ -235,16 +237,28 @@ def plan_rank_movement(
     shapes: Sequence[ExpertShape],
     dtype: torch.dtype,
     quantization: str | None,
+    facts: ExecutionFacts,
 ) -> MovementPlan:
-    """How experts of these `shapes` (of the MoE layers) move, and what staging that takes."""
-    (slot_nbytes,) = {plan_slots(shape, dtype, quantization=quantization)[1] for shape in shapes}
-    return choose_communicator(
+    """How experts of these `shapes` (of the MoE layers) move, and what staging that takes. `facts` need not know how
+    experts are stored and travel.
+
+    Raises ValueError with all reasons why they cannot be balanced, before anything is started or allocated.
+    """
+    sizes = {plan_slots(shape, dtype, quantization=quantization) for shape in shapes}
+    if len(sizes) > 1:
+        raise ValueError(f"MoE layers keep experts in {len(sizes)} ways and must agree to have them moved: {sizes}")
+    ((stored, slot_nbytes),) = sizes
+    plan = choose_communicator(
         num_ranks=placement.topology.num_ranks,
         slots_per_rank=placement.topology.slots_per_rank,
         slot_nbytes=slot_nbytes,
         communicator=config.communicator,
         timeout_s=config.stall_timeout_s / 2,  # the other half is for coming to rest
     )
+    facts = replace(facts, expert_format=stored.format, kernel=stored.kernel, communicator=plan.communicator)
+    if reasons := unsupported(facts):
+        raise ValueError("; ".join(reasons))
+    return plan
 
 
 def build_rank_balancer(

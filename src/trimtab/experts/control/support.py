@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# (format, kernel) with a passing tests/contracts/test_slot_storage.py
-ADMITTED_STORAGE = frozenset(
-    (expert_format, kernel)
-    for expert_format in ("float32", "bfloat16", "float16", "int8")
-    for kernel in ("native", "portable", "reference")
-)
+from trimtab.experts.formats.movable import MOVABLE
+
 ADMITTED_DISPATCHERS = ("shared_memory", "gloo")
 ADMITTED_EXECUTORS = ("threads", "mp")
 ADMITTED_COMMUNICATORS = ("torch_gloo", "shared_memory")
@@ -106,9 +102,9 @@ def _async_depth(facts: ExecutionFacts) -> str:
 
 
 def _storage(facts: ExecutionFacts) -> str:
-    if (facts.expert_format, facts.kernel) in ADMITTED_STORAGE:
+    if (facts.expert_format, facts.kernel) in MOVABLE:
         return ""
-    kernels = sorted(kernel for expert_format, kernel in ADMITTED_STORAGE if expert_format == facts.expert_format)
+    kernels = sorted(kernel for expert_format, kernel in MOVABLE if expert_format == facts.expert_format)
     allowed = f"the kernels for it are {', '.join(kernels)}" if kernels else f"formats are {', '.join(_formats())}"
     return (
         f"experts in format {facts.expert_format!r} with kernel {facts.kernel!r} must have passed the conformance "
@@ -130,11 +126,14 @@ def _layers(facts: ExecutionFacts) -> str:
 
 
 def _formats() -> tuple[str, ...]:
-    return tuple(sorted({expert_format for expert_format, _ in ADMITTED_STORAGE}))
+    return tuple(sorted({expert_format for expert_format, _ in MOVABLE}))
 
 
-def _kernels() -> tuple[str, ...]:
-    return tuple(sorted({kernel for _, kernel in ADMITTED_STORAGE}))
+def _storage_in_words() -> str:
+    by_kernel: dict[str, list[str]] = {}
+    for stored in sorted(MOVABLE):
+        by_kernel.setdefault(stored.kernel, []).append(stored.format)
+    return "; ".join(f"{kernel}: {_in_words(tuple(formats))}" for kernel, formats in sorted(by_kernel.items()))
 
 
 _RULES = (
@@ -145,6 +144,6 @@ _RULES = (
     _Rule("`all2all_backend`", _in_words(ADMITTED_DISPATCHERS), _dispatcher),
     _Rule("`eplb_config.communicator`", _in_words(ADMITTED_COMMUNICATORS), _communicator),
     _Rule("`async_depth`", f"1 to {MAX_ASYNC_DEPTH}", _async_depth),
-    _Rule("experts' format and kernel", f"{_in_words(_formats())} with each of {_in_words(_kernels())}", _storage),
+    _Rule("experts' format and kernel", _storage_in_words(), _storage),
     _Rule("number of experts", "the same in all MoE layers", _layers),
 )

@@ -7,16 +7,17 @@ import logging
 import torch
 
 from trimtab.experts.data.kernels.base import ExpertKernel
-from trimtab.experts.data.kernels.movable import MOVABLE, StoredBy, slot_storage
+from trimtab.experts.data.kernels.movable import slot_storage
 from trimtab.experts.data.kernels.native import NativeExpertKernel, native_refusal, native_slot_nbytes
 from trimtab.experts.data.kernels.portable import PortableExpertKernel
 from trimtab.experts.formats.base import ExpertShape
+from trimtab.experts.formats.movable import StoredBy
 from trimtab.experts.formats.registry import find_format
 from trimtab.experts.formats.slot_bytes import SlotBytes
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["MOVABLE", "ExpertKernel", "make_expert_kernel", "plan_slots", "slot_storage"]
+__all__ = ["ExpertKernel", "make_expert_kernel", "plan_slots", "slot_storage"]
 
 
 def make_expert_kernel(
