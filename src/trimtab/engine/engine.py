@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from trimtab.engine.routed_experts import FrozenRows
     from trimtab.experts.control.refit import RefitResult
 
+# Between plans of commands alone, which nobody's tokens wait for: the mover and the policy need the cores more.
+COMMAND_STEP_PAUSE_S = 0.001
+
 # Until all ranks have read a checkpoint's headers, or an open rearrangement has come to rest.
 REFIT_TIMEOUT_S = 300.0
 
@@ -318,6 +321,7 @@ class Engine:
         """The plans of the next step, one per data-parallel rank; all of them carry the balancer's commands."""
         plans = None if self.balancer.holds_requests else self.scheduler.schedule()
         if plans is None and self.balancer.wants_step:
+            time.sleep(COMMAND_STEP_PAUSE_S)
             plans = self.scheduler.command_step()
         if plans is not None:
             commands = self.balancer.commands(runs_forward=plans[0].runs_forward, now=time.monotonic())
