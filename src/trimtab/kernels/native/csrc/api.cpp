@@ -12,7 +12,7 @@ using namespace trimtab;
 
 #define TRIMTAB_API extern "C" __attribute__((visibility("default")))
 
-// Mirrored by library.py; the version changes with any signature or layout.
+// Mirrored by library.py; the version changes with any signature, layout, or meaning of stored values.
 struct TrimtabMoeLayer {
   int64_t hidden_size;
   int64_t intermediate_size;
@@ -26,7 +26,7 @@ struct TrimtabMoeLayer {
   float limit;
 };
 
-TRIMTAB_API int trimtab_version() { return 1; }
+TRIMTAB_API int trimtab_version() { return 2; }
 
 TRIMTAB_API int trimtab_cpu_supports(int level, int format) {
   return cpu_supports(static_cast<Level>(level), static_cast<WeightFormat>(format));
