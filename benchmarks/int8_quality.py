@@ -2,19 +2,24 @@
 
     python benchmarks/int8_quality.py --length 500 --passages 6 --json int8.json
 
-Two sets of text: the passages that shaped the demo's routers (trimtab/models/demo/texts), and held-out ones, answers
-that the bfloat16 model samples to the demo's chat prompts, with a seed. Both sides read the same tokens by the engine's
-own prompt log-probabilities. Prints nats per token of each set and domain, the ratio of perplexities, and the standard
-error of a passage's difference, which says how much of the ratio is chance.
+Three sets of text: the passages that shaped the demo's routers (trimtab/models/demo/texts); held-out ones, source code
+and topics of the manual from Python's standard library; and answers to the demo's chat prompts that the bfloat16 model
+samples, with a seed. The last set is judged by its own author, and any other model must find it less likely: an upper
+bound. Both sides read the same tokens by the engine's own prompt log-probabilities. Prints nats per token of each set
+and domain, the ratio of perplexities, and the standard error of a passage's difference: how much of it is chance.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
+import inspect
 import json
 import math
 import statistics
+import textwrap
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from transformers import AutoTokenizer
 
@@ -33,7 +38,19 @@ def calibration_passages(path: Path, length: int, count: int) -> Passages:
     }
 
 
-def held_out_passages(llm: LLM, length: int, seed: int) -> Passages:
+def standard_library_passages(path: Path, length: int, count: int) -> Passages:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    sources = [inspect.getsource(module) for module in (argparse, heapq, statistics, textwrap, json, inspect)]
+    texts = {
+        "code": sources,
+        "english": [topics[name] for name in ("import", "class", "objects", "with", "try", "for")],
+    }
+    return {
+        domain: [tokenizer.encode(text[:8000])[:length] for text in found[:count]] for domain, found in texts.items()
+    }
+
+
+def sampled_passages(llm: LLM, length: int, seed: int) -> Passages:
     params = SamplingParams(temperature=0.8, seed=seed, max_tokens=min(length, 200))
     asked = [(domain, prompt) for domain, prompts in DOMAIN_PROMPTS.items() for prompt in prompts]
     outputs = llm.chat([[{"role": "user", "content": prompt}] for _, prompt in asked], params, use_tqdm=False)
@@ -57,8 +74,8 @@ def nats_per_passage(llm: LLM, passages: list[list[int]]) -> list[tuple[float, i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=500, help="longest passage, in tokens")
-    parser.add_argument("--passages", type=int, default=6, help="of each of the four calibration texts")
-    parser.add_argument("--seed", type=int, default=0, help="of the held-out texts")
+    parser.add_argument("--passages", type=int, default=6, help="of each text and domain, at most 6")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampled texts")
     parser.add_argument("--threads", type=int, default=default_num_threads())
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
@@ -73,7 +90,8 @@ def main() -> None:
     with LLM(str(path), **options) as llm:
         sets = {
             "calibration": calibration_passages(path, arguments.length, arguments.passages),
-            f"held out, seed {arguments.seed}": held_out_passages(llm, arguments.length, arguments.seed),
+            "standard library": standard_library_passages(path, arguments.length, arguments.passages),
+            f"sampled, seed {arguments.seed}": sampled_passages(llm, arguments.length, arguments.seed),
         }
         plain = {(name, domain): nats_per_passage(llm, p) for name, by in sets.items() for domain, p in by.items()}
     with LLM(str(path), quantization="int8", **options) as llm:
