@@ -20,7 +20,10 @@ _LEVELS = {
 
 
 class EventLog:
-    """Keeps the last `capacity` events. Called on: the engine's thread."""
+    """Keeps the last `capacity` events. Of an event's values, lists are lines of text and logged as such.
+
+    Called on: the engine's thread.
+    """
 
     def __init__(self, capacity: int = 256) -> None:
         self._events: deque[dict[str, Any]] = deque(maxlen=capacity)
@@ -29,7 +32,9 @@ class EventLog:
         self._events.append({"event": event, "time_s": time.monotonic(), **numbers})
         level = logging.WARNING if numbers.get("problem") else _LEVELS.get(event, logging.INFO)
         if logger.isEnabledFor(level):
-            logger.log(level, "%s: %s", event, ", ".join(f"{name} {_text(value)}" for name, value in numbers.items()))
+            words = [f"{name} {_text(value)}" for name, value in numbers.items() if not isinstance(value, list)]
+            lines = [line for value in numbers.values() if isinstance(value, list) for line in value]
+            logger.log(level, "%s", "\n    ".join([f"{event}: {', '.join(words)}", *lines]))
 
     def recent(self) -> list[dict[str, Any]]:
         """Oldest first; each has "event" and "time_s" (monotonic clock) beside its numbers."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trimtab.experts.control.config import EplbConfig
 from trimtab.experts.control.gain import (
@@ -42,6 +46,7 @@ from trimtab.experts.control.transaction import (
 from trimtab.experts.control.trigger import Trigger
 from trimtab.experts.load import ExpertLoad
 from trimtab.experts.placement import Placement
+from trimtab.experts.placement_diff import describe
 from trimtab.experts.ports import Collect, Command, LoadReport, Report
 
 # (event, its numbers and words): "declined", "policy_failed", "began", "committed", "done", "aborting", "aborted",
@@ -55,6 +60,13 @@ class RankProtocolError(RuntimeError):
 
 def observe_nothing(event: str, numbers: Mapping[str, Any]) -> None:
     """The null object."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SentStep:
+    sent_at: float
+    is_measured: bool  # with a forward that is traffic
+    is_rearranging: bool
 
 
 @dataclass
@@ -104,9 +116,13 @@ class Controller:
         self._decision: _Decision | None = None
         self._num_transactions = 0
         self._num_sent = self._num_returned = 0  # steps
+        self._sent: deque[_SentStep] = deque()  # and not returned
+        self._returned_at = 0.0  # the last one
+        self._start = placement  # of the transaction that is open, or was last
         self._now: float | None = None
         self._is_warming_up = self._is_draining = False
         self._balancedness = 1.0
+        self._by_layer = np.ones(placement.num_layers)  # balancedness [L] of the load that was last looked at
 
     # -- what the engine asks and tells --------------------------------------------------------------------------------
 
@@ -185,7 +201,9 @@ class Controller:
         commands += self._advance(step)
         commands += self._advance_refit(step)
         self._num_sent += 1
-        if runs_forward and not self._is_warming_up:
+        is_traffic = runs_forward and not self._is_warming_up
+        self._sent.append(_SentStep(now, is_traffic, isinstance(self.state, OpenState)))
+        if is_traffic:
             self.trigger.count_step()
             self.tally.count_step(self.state)
         return commands
@@ -195,6 +213,7 @@ class Controller:
         step = StepDone(self._num_returned, tuple(reports))
         self._num_returned += 1
         assert self._num_returned <= self._num_sent, "an output without a plan"
+        self._measure_step(self._sent.popleft(), now)
         if isinstance(self.state, OpenState):
             self.tally.measure(reports, self.state.work.transaction, self._num_ranks)
         for report in reports:
@@ -205,26 +224,14 @@ class Controller:
         self._tick(now, is_idle=False)
 
     def stats(self) -> dict[str, Any]:
-        tally = self.tally
         outlook = self.outlook.numbers() if self.outlook else {}
         return {
             "state": self._state_name(),
             "steps_to_next": self.trigger.steps_to_next,
             "clock": self.trigger.clock,
-            "rearrangements": {
-                "done": tally.num_done,
-                "aborted": tally.num_aborted,
-                "declined": tally.num_declined,
-                "failed": tally.num_failed,
-            },
-            "moves": tally.num_moves,
-            "bytes": tally.num_bytes,
-            "mixed_layer_steps": tally.num_mixed_steps,
-            "planning_s": tally.planning_s,
-            "staging_s": tally.staging_s,
-            "committing_s": tally.committing_s,
-            "bandwidth": self.tally.bandwidth,
+            **self.tally.numbers(),
             "balancedness": self._balancedness,
+            "max_over_mean_by_layer": (1 / self._by_layer).tolist(),
             "predicted_balancedness": outlook.get("predicted_balancedness"),
             "last_decision": outlook,
             "weights_version": self.weights_version,
@@ -307,7 +314,8 @@ class Controller:
             horizon_steps=self.config.step_interval,
             min_gain=0.0 if decision.was_requested else self.config.min_gain,
         )
-        self.outlook, self._balancedness = outlook, outlook.balancedness
+        self.outlook = outlook
+        self._note_balance(outlook.by_layer, outlook.balancedness)
         if not changes.layers:
             self._decline("no better placement was found", outlook.numbers())
         elif not outlook.pays:
@@ -324,8 +332,9 @@ class Controller:
         layers = tuple(ChangedLayer(layer, bool(changes.num_moves[layer])) for layer in worst_first)
         self._num_transactions += 1
         self.tally.begin(changes)
+        self._start = self.placement
         numbers = {"transaction": self._num_transactions, "layers": len(layers), **outlook.numbers()}
-        self.observer("began", numbers)
+        self.observer("began", {**numbers, "changes": describe(self._start, target)})
         self._advance(Begin(self._num_transactions, target, layers, self.config.stall_timeout_s))
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -344,17 +353,22 @@ class Controller:
         if isinstance(before, OpenState):
             self._note_commit(before, after)
         if isinstance(after, Aborting):
-            words = {"transaction": after.work.transaction, "reason": after.reason}
+            words = {"transaction": after.work.transaction, **_blame(after)}
             if not isinstance(before, Aborting):
                 self.observer("aborting", words)
             elif after.is_overdue and not before.is_overdue:
                 self.observer("abort_overdue", words)
         elif isinstance(after, Done):
             self.tally.num_done += 1
-            self.observer("done", {"transaction": after.transaction})
+            self.observer("done", {"transaction": after.transaction, "changes": self._changes(after)})
         elif isinstance(after, Aborted):
             self.tally.num_aborted += 1
-            self.observer("aborted", {"transaction": after.transaction, "reason": after.reason})
+            words = {"transaction": after.transaction, **_blame(after), "changes": self._changes(after)}
+            self.observer("aborted", words)
+
+    def _changes(self, ended: Done | Aborted) -> list[str]:
+        start, self._start = self._start, ended.placement
+        return describe(start, ended.placement)
 
     def _note_commit(self, before: OpenState, after: State) -> None:
         commit = before.commit if isinstance(before, Committing | Aborting) else None
@@ -393,6 +407,16 @@ class Controller:
 
     # -- measurements --------------------------------------------------------------------------------------------------
 
+    def _measure_step(self, step: _SentStep, now: float) -> None:
+        """Its time began when it was sent, or with the return of the step before it, where that came later."""
+        if step.is_measured:
+            durations = self.tally.steps_rearranging if step.is_rearranging else self.tally.steps_at_rest
+            durations.add(now - max(step.sent_at, self._returned_at))
+        self._returned_at = now
+
+    def _note_balance(self, by_layer: npt.NDArray[np.float64], mean: float) -> None:
+        self._by_layer, self._balancedness = by_layer, mean
+
     def _add_load(self, report: LoadReport) -> None:
         try:
             buckets = self.window.add(report)
@@ -405,10 +429,17 @@ class Controller:
     def _log_balancedness(self, bucket: Bucket) -> None:
         if bucket.counts.any():
             load = ExpertLoad(bucket.counts, bucket.num_steps)
-            self._balancedness = mean_balancedness(load, balancedness(load, self.placement))
+            by_layer = balancedness(load, self.placement)
+            self._note_balance(by_layer, mean_balancedness(load, by_layer))
             self.observer("balancedness", {"step": bucket.end, "balancedness": self._balancedness})
 
     def _state_name(self) -> str:
         if isinstance(self.state, OpenState) or self._decision is None:
             return state_name(self.state)
         return "WAITING_FOR_LOAD" if self._decision.load is None else "WAITING_FOR_POLICY"
+
+
+def _blame(ended: Aborting | Aborted) -> dict[str, Any]:
+    """Why, and at which layer and rank, where one is to blame."""
+    places = {"layer": ended.layer, "rank": ended.rank}
+    return {"reason": ended.reason, **{name: place for name, place in places.items() if place is not None}}

@@ -114,6 +114,8 @@ class Aborting:
     commit: SentCommit | None = None
     ranks: frozenset[int] = frozenset()  # those that rest
     is_overdue: bool = False  # a mover does not come to rest; no transaction can follow before it does
+    layer: int | None = None  # whose fault it was, where one layer or rank is to blame
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class Aborted:
     placement: Placement
     transaction: int
     reason: str
+    layer: int | None = None  # as in Aborting
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +234,15 @@ def _begin(state: State, event: Begin) -> Planned:
     return Planned(Work(event.transaction, event.target, event.layers, event.stall_timeout_s, state.placement))
 
 
-def _abort(state: State, reason: str) -> State:
+def _abort(state: State, reason: str, layer: int | None = None, rank: int | None = None) -> State:
     """From now on nothing more is staged or committed. What no rank has heard of is over at once."""
     match state:
         case Planned(work=work, step=None):
-            return Aborted(work.placement, work.transaction, reason)
+            return Aborted(work.placement, work.transaction, reason, layer, rank)
         case Planned(work=work) | Staging(work=work) | Ready(work=work) | CommittedLayer(work=work):
-            return Aborting(replace(work, waited_s=0.0), reason)
+            return Aborting(replace(work, waited_s=0.0), reason, layer=layer, rank=rank)
         case Committing(work=work, commit=commit):
-            return Aborting(replace(work, waited_s=0.0), reason, commit=commit)
+            return Aborting(replace(work, waited_s=0.0), reason, commit=commit, layer=layer, rank=rank)
         case _:
             return state
 
@@ -300,8 +304,9 @@ def _on_step_done(state: State, event: StepDone) -> State:
             return _on_aborting(state, event.step, reports)
     if failures:
         first = failures[0]
-        where = f"layer {first.layer}, " if first.layer >= 0 else ""
-        return _abort(state, f"{where}rank {first.rank}: {first.reason}")
+        failed_layer = first.layer if first.layer >= 0 else None
+        where = "" if failed_layer is None else f"layer {failed_layer}, "
+        return _abort(state, f"{where}rank {first.rank}: {first.reason}", failed_layer, first.rank)
     return state
 
 
@@ -364,7 +369,7 @@ def _on_aborting(state: Aborting, step: int, reports: Sequence[Report]) -> State
     if len(ranks) < state.work.placement.topology.num_ranks:
         return replace(state, ranks=ranks)
     assert state.commit is None, "outputs come in the order of the plans"
-    return Aborted(state.work.placement, state.work.transaction, state.reason)
+    return Aborted(state.work.placement, state.work.transaction, state.reason, state.layer, state.rank)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -379,12 +384,13 @@ def _on_tick(state: State, event: Tick) -> State:
         return state  # a commit ends with its step; a step that does not end is the executor's to find
     if isinstance(state, Aborting):
         return replace(state, is_overdue=True)
-    return _abort(state, _stall(state))
+    return _abort(state, *_stall(state))
 
 
-def _stall(state: OpenState) -> str:
+def _stall(state: OpenState) -> tuple[str, int | None, int | None]:
+    """(reason, layer, rank) of a transaction that does not get on."""
     after = f"after {state.work.waited_s:.1f} s without progress"
     if not isinstance(state, Staging):
-        return f"{after} in {state_name(state)}"
-    missing = sorted(set(range(state.work.placement.topology.num_ranks)) - state.ranks)
-    return f"layer {state.layer}, rank {missing[0]}: not staged {after}"
+        return f"{after} in {state_name(state)}", None, None
+    rank = min(set(range(state.work.placement.topology.num_ranks)) - state.ranks)
+    return f"layer {state.layer}, rank {rank}: not staged {after}", state.layer, rank

@@ -63,6 +63,55 @@ def test_a_rearrangement_from_the_trigger_to_its_end() -> None:
     assert stats["state"] == "DONE" and stats["rearrangements"]["done"] == 1
     assert (stats["moves"], stats["bytes"], stats["mixed_layer_steps"]) == (4, 4000, 1)
     assert stats["bandwidth"] == 500_000.0 and stats["staging_s"] == pytest.approx(0.002)
+    assert (
+        made.last("began")["changes"]
+        == made.last("done")["changes"]
+        == [
+            "4 slots get another expert in 2 layers; most replicas of one expert: 1",
+            "layer 0: expert 2 moves to rank 0 (slot 1, was expert 1)",
+            "layer 0: expert 1 moves to rank 1 (slot 2, was expert 2)",
+            "layer 1: expert 3 moves to rank 0 (slot 1, was expert 1)",
+            "layer 1: expert 1 moves to rank 1 (slot 3, was expert 3)",
+        ]
+    )
+
+
+def test_moves_are_told_apart_by_where_the_expert_came_from() -> None:
+    """Slot 1 of rank 0 takes over an expert of its own rank, slot 2 of rank 1 one of the other rank."""
+    topology = Topology(2, 2, 2)
+    made = Obedient(
+        SETTINGS,
+        Placement(topology, [[0, 1, 1, 1]]),
+        ScriptedPolicy(Placement(topology, [[0, 0, 0, 1]])),
+    )
+    made.counts = np.array([[9, 1]])
+    made.steps(11)
+    stats = made.controller.stats()
+    assert stats["moves_by_kind"] == {"received": 1, "copied": 1} and stats["moves"] == 2
+    assert stats["bytes_by_kind"] == {"received": 1000, "copied": 1000} and stats["bytes"] == 1000
+
+
+def test_balance_is_told_by_layer() -> None:
+    """Loads of the ranks: (14, 2) and (18, 2)."""
+    made = engine("no idea", TARGET)
+    made.steps(9)
+    assert made.controller.stats()["max_over_mean_by_layer"] == [1.0, 1.0]  # a policy without an answer
+    made.steps(6)
+    stats = made.controller.stats()
+    assert stats["max_over_mean_by_layer"] == pytest.approx([14 / 8, 18 / 10])
+    assert stats["balancedness"] == pytest.approx((8 / 14 + 10 / 18) / 2)
+
+
+def test_step_times_are_told_apart_by_whether_experts_were_moving() -> None:
+    made = engine(TARGET)
+    made.steps(11, seconds=0.003)
+    made.steps(3, seconds=0.003, runs_forward=False)  # plans of commands alone are no steps of traffic
+    times = made.controller.stats()["step_times"]
+    moving, at_rest = times["rearranging"], times["at_rest"]
+    assert moving["num"] + at_rest["num"] == 11 and moving["num"] >= 2
+    total = moving["total_s"] + at_rest["total_s"]
+    assert total == pytest.approx(0.033) and sum(moving["counts"]) == moving["num"]
+    assert moving["counts"][moving["bounds_s"].index(0.005)] == moving["num"]  # above 2 ms and at most 5
 
 
 def test_the_policy_is_asked_about_the_last_window() -> None:
@@ -158,7 +207,9 @@ def test_a_stalled_rank_ends_in_an_abort_within_the_timeout_and_the_next_interva
     while "aborted" not in made.names():
         made.step(seconds=0.1)
     assert made.now - opened_at <= 10.0
-    assert made.last("aborted")["reason"].startswith("layer 1, rank 1: not staged after 5")
+    aborted = made.last("aborted")
+    assert aborted["reason"].startswith("layer 1, rank 1: not staged after 5")
+    assert (aborted["layer"], aborted["rank"], aborted["changes"]) == (1, 1, ["nothing changes"])
     assert made.controller.placement == START and made.controller.is_at_rest
     made.silent = set()
     made.steps(14)

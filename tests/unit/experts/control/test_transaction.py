@@ -83,7 +83,7 @@ def test_a_commit_waits_for_word_that_no_rank_objects_to_the_plan() -> None:
     objecting = Protocol().begin(SHARED)
     objecting.next()
     objecting.done([Failed(1, TRANSACTION, -1, "another digest")])
-    assert objecting.state == Aborting(objecting.state.work, "rank 1: another digest")  # type: ignore[union-attr]
+    assert objecting.state == Aborting(objecting.state.work, "rank 1: another digest", rank=1)  # type: ignore[union-attr]
 
 
 def test_reports_of_another_transaction_are_dropped() -> None:
@@ -126,7 +126,8 @@ def test_an_abort_ends_when_every_mover_rests() -> None:
     protocol.done(quiescent(), step=1)
     protocol.done(quiescent(0), step=2)
     assert isinstance(protocol.state, Aborting)
-    assert protocol.done(quiescent(1), step=3) == Aborted(START, TRANSACTION, "layer 0, rank 1: a bad checksum")
+    reason = "layer 0, rank 1: a bad checksum"
+    assert protocol.done(quiescent(1), step=3) == Aborted(START, TRANSACTION, reason, layer=0, rank=1)
 
 
 def test_a_plan_that_was_sent_is_executed_whole_when_draining() -> None:
