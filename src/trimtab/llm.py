@@ -185,6 +185,16 @@ class LLM:
             "start_up_s": dict(self._parts.start_up_s),
         }
 
+    def metrics_text(self) -> str:
+        """The same numbers, and those of balancing, in Prometheus' text format (docs/eplb.md has the table)."""
+        from trimtab.observability.metrics import exposition
+
+        def snapshot() -> dict[str, Any]:
+            eplb = {"eplb": self._controller().stats()} if self.config.enable_eplb else {}
+            return {**self.stats(), "weights_version": self.engine.weights_version, **eplb}
+
+        return exposition(snapshot)
+
     # -- balancing experts ---------------------------------------------------------------------------------------------
 
     def eplb_stats(self) -> dict[str, Any]:
