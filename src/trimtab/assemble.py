@@ -188,6 +188,16 @@ def plan_movement(
     )
 
 
+def eplb_refusal(config: EngineConfig, spec: ModelSpec) -> str:
+    """Why experts of this model are not balanced under `config`, which switches it on; empty where they are."""
+    try:
+        placement = plan_placement(config, spec)
+        plan_movement(config, spec, placement, plan_dispatch(config, spec))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def plan_balancer(
     config: EngineConfig,
     spec: ModelSpec,

@@ -59,6 +59,17 @@ def test_inspect_knows_the_model_without_reading_weights(checkpoint, capsys, mon
     assert run(["inspect", str(checkpoint)]) == 0
     shown = capsys.readouterr().out
     assert "2 of 2 (0-1): 8 experts, top-2" in shown
+    assert facts["eplb"] == {"supported": True, "data_parallel_size": 4, "reason": ""}
+    assert "--enable-eplb on 2 ranks: yes" in shown
+
+
+def test_inspect_says_why_experts_cannot_be_balanced(capsys, tmp_path):
+    from trimtab.testing.checkpoints import make_tiny_checkpoint
+
+    checkpoint = make_tiny_checkpoint(tmp_path, num_local_experts=5)
+    assert run(["inspect", str(checkpoint), "--json"]) == 0
+    eplb = json.loads(capsys.readouterr().out)["eplb"]
+    assert not eplb["supported"] and "5 experts" in eplb["reason"] and "2" in eplb["reason"]
 
 
 def test_inspect_says_why_a_model_is_refused_and_exits_one(checkpoint, capsys, tmp_path):

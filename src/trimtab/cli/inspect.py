@@ -80,7 +80,24 @@ def describe(spec: ModelSpec, num_ranks: int, num_redundant_experts: int) -> dic
             "expert_bytes_per_rank": memory.expert_bytes,
             "weight_bytes_per_rank": memory.weight_bytes,
         },
+        "eplb": _eplb(spec, max(2, num_ranks), num_redundant_experts),
     }
+
+
+def _eplb(spec: ModelSpec, num_ranks: int, num_redundant_experts: int) -> dict[str, Any]:
+    """Whether experts can be balanced on so many ranks, and why not."""
+    from trimtab.assemble import eplb_refusal
+    from trimtab.config import EngineConfig
+
+    config = EngineConfig(
+        model=str(spec.path),
+        data_parallel_size=num_ranks,
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        eplb_config={"num_redundant_experts": num_redundant_experts},
+    )
+    reason = eplb_refusal(config, spec)
+    return {"supported": not reason, "data_parallel_size": num_ranks, "reason": reason}
 
 
 def _refused(path: Path, reason: str) -> dict[str, Any]:
@@ -132,6 +149,8 @@ def rows(spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["kv_bytes_per_token_windowed"]:
         windowed = format_bytes(facts["kv_bytes_per_token_windowed"])
         shown.append(("", f"of it {windowed} per token in layers that keep only their window"))
+    eplb = facts["eplb"]
+    shown.append(("balancing", f"--enable-eplb on {eplb['data_parallel_size']} ranks: {eplb['reason'] or 'yes'}"))
     ranks, redundant = layout["data_parallel_size"], layout["num_redundant_experts"]
     where = "one process" if ranks == 1 else f"each of {ranks} ranks"
     extra = f", {redundant} of them redundant" if redundant and ranks == 1 else ""

@@ -80,6 +80,11 @@ COMMANDS = {
             "trimtab inspect --kernels",
         ),
     ),
+    "doctor": Command(
+        "trimtab.cli.doctor:doctor",
+        "Check that a model's experts can be balanced, and that it works",
+        ("trimtab doctor", "trimtab doctor --model PATH --quantization int8", "trimtab doctor --json"),
+    ),
     "bench": Command(
         "trimtab.cli.bench:app",
         "Measure speed, start-up time and memory",
