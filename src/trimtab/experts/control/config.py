@@ -37,7 +37,7 @@ class EplbConfig:
     )
     min_gain: float = _option(0.02, "least predicted gain of step time, move costs deducted; 0 rearranges always")
     max_moves_per_layer: int | None = _option(None, "slots that may change per layer; for movement-aware policies")
-    stall_timeout_s: float = _option(60.0, "a rearrangement that makes no progress is over and undone within this time")
+    stall_timeout_s: float = _option(60.0, "a rearrangement that makes no progress ends within this time")
     initial_placement: str | None = _option(None, "JSON file that says which expert lives in which slot at start")
     record_load: str | None = _option(None, "file that the load of every window is written to")
 
