@@ -115,12 +115,16 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank cannot go on with the transaction; only the controller aborts it. `layer` -1: none in particular."""
+    """This rank cannot go on with the transaction; only the controller aborts it. `layer` -1: none in particular.
+
+    `is_consequence`: it waited for another rank, which is more likely to know why.
+    """
 
     rank: int
     transaction: int
     layer: int
     reason: str
+    is_consequence: bool = False
 
 
 class Quiescent(msgspec.Struct, frozen=True, tag=True):

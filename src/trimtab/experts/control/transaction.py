@@ -301,13 +301,25 @@ def _on_step_done(state: State, event: StepDone) -> State:
         case Committing(commit=commit):
             state = _on_committing(state, commit, event.step, reports)
         case Aborting():
+            causes = [failed for failed in failures if not failed.is_consequence]
+            if causes:  # heard after a fault of which it may well be the cause
+                found = causes[0]
+                reason = f"{_why(found)}; {state.reason}"
+                state = replace(state, reason=reason, layer=_layer_of(found), rank=found.rank)
             return _on_aborting(state, event.step, reports)
     if failures:
-        first = failures[0]
-        failed_layer = first.layer if first.layer >= 0 else None
-        where = "" if failed_layer is None else f"layer {failed_layer}, "
-        return _abort(state, f"{where}rank {first.rank}: {first.reason}", failed_layer, first.rank)
+        first = min(failures, key=lambda failed: failed.is_consequence)
+        return _abort(state, _why(first), _layer_of(first), first.rank)
     return state
+
+
+def _layer_of(failed: Failed) -> int | None:
+    return failed.layer if failed.layer >= 0 else None
+
+
+def _why(failed: Failed) -> str:
+    where = f"layer {failed.layer}, " if failed.layer >= 0 else ""
+    return f"{where}rank {failed.rank}: {failed.reason}"
 
 
 def _staged(reports: Sequence[Report], layer: int) -> frozenset[int]:

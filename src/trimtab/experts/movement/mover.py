@@ -41,6 +41,7 @@ class _Transaction:
     placement: Placement
     deltas: dict[int, LayerDelta]
     aborted: threading.Event = field(default_factory=threading.Event)
+    has_begun: bool = False  # the communicator knows of it
     failure: str = ""  # of the mover's thread: what it could not do, for headers and reports to come
 
 
@@ -217,6 +218,7 @@ class BackgroundMover:
         try:
             self._faults.reach(Point.BEGIN, -1, None, opened.aborted)
             self._communicator.begin(opened.number, opened.aborted)
+            opened.has_begun = True
         except Exception as error:
             self._fail(opened, -1, error)
 
@@ -304,7 +306,10 @@ class BackgroundMover:
         return tuple(prepared)
 
     def _refuse(self, opened: _Transaction, layer: int, departures: Sequence[Departure]) -> None:
-        """Receivers need not wait for what will not come. What cannot even be said, they learn from their deadline."""
+        """Receivers need not wait for what will not come. What cannot even be said, they learn from the abort or from
+        their deadline."""
+        if not opened.has_begun:
+            return
         headers = [(d.target_rank, d.row, self._header(opened, layer, d.transfer.expert)) for d in departures]
         try:
             self._communicator.refuse_layer(layer, headers)
@@ -321,7 +326,8 @@ class BackgroundMover:
             return  # the answer is Quiescent, which follows
         opened.failure = str(error) or type(error).__name__
         logger.warning("rank %d: transaction %d, layer %d: %s", self.rank, opened.number, layer, opened.failure)
-        self._reports.append(Failed(self.rank, opened.number, layer, opened.failure))
+        is_consequence = isinstance(error, RankFailureError)
+        self._reports.append(Failed(self.rank, opened.number, layer, opened.failure, is_consequence))
 
     def _export(self, opened: _Transaction, layer: int, source_slot: int, out: Tensor) -> int:
         if opened.aborted.is_set():

@@ -228,3 +228,20 @@ def test_ready_after_a_failure_is_not_committed() -> None:
     stalled = Protocol(committed_layer)
     stalled.send(Tick(6.0))
     assert state_name(stalled.state) == "ABORTING(after 6.0 s without progress in COMMITTED(0))"
+
+
+def test_the_rank_that_is_blamed_is_the_one_that_failed_first_of_all() -> None:
+    """Rule 15: those that waited for it fail too, in the same step or the one before, and know less."""
+    waited = Failed(0, TRANSACTION, 0, "rank 1 cannot take experts", is_consequence=True)
+    cause = Failed(1, TRANSACTION, 0, "no page left")
+    together = Protocol().begin(MOVED)
+    together.next()
+    together.done([waited, cause])
+    assert state_name(together.state) == "ABORTING(layer 0, rank 1: no page left)"
+    apart = Protocol().begin(MOVED)
+    apart.next()
+    apart.done([waited])
+    apart.next()
+    apart.done([cause, *quiescent()])
+    reason = "layer 0, rank 1: no page left; layer 0, rank 0: rank 1 cannot take experts"
+    assert apart.state == Aborted(START, TRANSACTION, reason, 0, 1)

@@ -2,14 +2,16 @@
 
 A group that saw an abort would hold receives that nobody answered any more, and the next transaction's bytes would go
 into them. A wait inside Gloo cannot be woken by its own rank: it ends when the awaited rank ends its group, which all
-do on an abort, or at the deadline.
+do on an abort, or at the deadline. For the others to come, which may take longest, ranks wait outside of Gloo.
 """
 
 # S slots/rank
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +24,8 @@ from trimtab.distributed.errors import RankFailureError
 from trimtab.distributed.gloo import GlooTransport, Pending
 from trimtab.experts.movement.communicator.base import HEADER_WORDS, Export, Header, MovementAbortedError, Status
 from trimtab.experts.movement.staging import StagingSizes
+
+_PAUSE_S = 0.0005
 
 
 class _Expected(NamedTuple):
@@ -44,7 +48,8 @@ class GlooCommunicator:
         self.staging = torch.zeros(sizes.slots_per_rank, sizes.row_nbytes, dtype=torch.uint8)
         self._outgoing = torch.zeros(sizes.row_nbytes, dtype=torch.uint8)  # one expert on its way out
         self.num_bytes = self.staging.numel() + self._outgoing.numel()
-        self._folder = folder
+        self._folder = Path(folder)
+        self._arrival: Path | None = None  # says to the others that this rank has come
         self._transport: GlooTransport | None = None
         self._aborted = threading.Event()
         self._expected: dict[int, _Expected] = {}
@@ -56,7 +61,7 @@ class GlooCommunicator:
         assert self._transport is None, "the last transaction was not ended"
         self._aborted = aborted
         self._check()
-        self._transport = self._connect(f"transaction-{transaction}", self.timeout_s)
+        self._transport = self._connect(f"transaction-{transaction}", self.timeout_s, aborted)
 
     def open_layer(self, layer: int, arrivals: Sequence[tuple[int, int, int]]) -> None:
         # All at once, before anything is sent: a send is done only when its receive has been posted.
@@ -103,7 +108,7 @@ class GlooCommunicator:
 
     def all_gather(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         self._num_gathers += 1
-        transport = self._connect(f"gather-{self._num_gathers}", timeout_s or self.timeout_s)
+        transport = self._connect(f"gather-{self._num_gathers}", timeout_s or self.timeout_s, threading.Event())
         try:
             part = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
             return [found.numpy().tobytes() for found in transport.all_to_all([part] * self.num_ranks)]
@@ -116,9 +121,45 @@ class GlooCommunicator:
     def close(self) -> None:
         self.interrupt()
         self.end(is_aborted=True)
+        self._withdraw()
+        with contextlib.suppress(FileNotFoundError):  # the folder has gone: nobody waits any more
+            self._closed(self.rank).touch()
+            marks = [self._closed(rank) for rank in range(self.num_ranks)]
+            if all(mark.exists() for mark in marks):
+                for mark in marks:
+                    mark.unlink(missing_ok=True)
 
-    def _connect(self, name: str, timeout_s: float) -> GlooTransport:
-        return GlooTransport(self._folder, name, self.rank, self.num_ranks, timeout_s)
+    def _connect(self, name: str, timeout_s: float, aborted: threading.Event) -> GlooTransport:
+        self._meet(name, timeout_s, aborted)
+        transport = GlooTransport(self._folder, name, self.rank, self.num_ranks, timeout_s)
+        self._withdraw()  # the group is formed, so all have met
+        return transport
+
+    def _meet(self, name: str, timeout_s: float, aborted: threading.Event) -> None:
+        """Until all ranks have come to form the group."""
+        self._withdraw()  # from a group that was never formed
+        self._arrival = self._folder / f"{name}.rank-{self.rank}"
+        self._arrival.touch()
+        what = f"rank {self.rank} waited for rank"
+        deadline = time.monotonic() + timeout_s
+        for rank in range(self.num_ranks):
+            while not (self._folder / f"{name}.rank-{rank}").exists():
+                if aborted.wait(_PAUSE_S):
+                    raise MovementAbortedError(f"{what} {rank} when the transaction was aborted")
+                if self._interrupted.is_set():
+                    raise RankFailureError(f"{what} {rank} when it was told to stop")
+                if self._closed(rank).exists():
+                    raise RankFailureError(f"{what} {rank}, which has closed")
+                if time.monotonic() > deadline:
+                    raise RankFailureError(f"{what} {rank} to connect for {timeout_s} s")
+
+    def _withdraw(self) -> None:
+        if self._arrival is not None:
+            self._arrival.unlink(missing_ok=True)
+            self._arrival = None
+
+    def _closed(self, rank: int) -> Path:
+        return self._folder / f"closed-{rank}"
 
     def _group(self) -> GlooTransport:
         if self._transport is None:
