@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -183,7 +184,13 @@ class RankWeights:
         return check_weights(self.model, path)
 
     def refit(self, path: str, placement: Placement | None, weights_version: int) -> None:
-        refit(self.model, path, placement, self.rank)
+        try:
+            refit(self.model, path, placement, self.rank)
+        except Exception:
+            if placement is not None:
+                with contextlib.suppress(Exception):  # the others wait for this rank; what it met itself says more
+                    self.agree(placement)
+            raise
         self.version = weights_version
         if placement is not None:
             self.agree(placement)

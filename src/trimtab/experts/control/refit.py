@@ -99,11 +99,10 @@ def _on_written(state: Writing, event: StepDone, num_ranks: int) -> NoRefit:
         for report in event.reports
         if isinstance(report, Refitted) and report.weights_version == state.weights_version
     }
-    for rank in range(num_ranks):
-        problem = answers.get(rank, "did not say whether it has the new weights")
-        if problem:
-            return NoRefit(RefitResult(state.weights_version, f"rank {rank}: {problem}", is_harmed=True))
-    return NoRefit(RefitResult(state.weights_version))
+    silence = "did not say whether it has the new weights"
+    # All of them: ranks that then find their replicas to differ need not be the ones that failed.
+    problems = [f"rank {rank}: {problem}" for rank in range(num_ranks) if (problem := answers.get(rank, silence))]
+    return NoRefit(RefitResult(state.weights_version, "; ".join(problems), is_harmed=bool(problems)))
 
 
 def _on_tick(state: Checking | Halting, gap_s: float) -> RefitState:
