@@ -1,10 +1,14 @@
 """What routed-experts capture costs: its own seconds within decode steps, throughput on and off, and one array.
 
-    python benchmarks/capture.py MODEL_DIR [--batch 32] [--new-tokens 48] [--reps 5] [--threads 2] [--json]
+    python benchmarks/capture.py MODEL_DIR [--batch 32] [--steps 24] [--rounds 2] [--threads 2] [--json]
 
-1. instrumented: every call of capture, in worker and engine, is timed while a batch decodes; the timers' own cost is
-   measured and taken off. Median call times number of calls, as a share of the median step.
-2. end to end: two engines of one process, capture off and on, take turns on the same prompts; ratio of medians.
+Two engines of one process, capture off and on, decode the same batch and take turns after every step, so that what
+else the machine does meets both.
+
+1. end to end: the median over pairs of neighbouring steps of (step with capture off) / (step with capture on).
+2. instrumented, in rounds of their own: every call of capture, in worker and engine, is timed. What the timer costs is
+   taken off: it is measured around the call that does nothing, in the same layers of the engine with capture off,
+   where caches are as cold. Median call times number of calls, as a share of the median step.
 3. the array of a request of 32,768 tokens, 61 layers, 8 experts per token: from KV blocks in random order to numpy.
 """
 
@@ -40,23 +44,20 @@ class Meter:
         self.seconds: dict[str, list[float]] = {}
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = self.seconds.setdefault(name, [])
+
         def timed(*args: Any) -> Any:
             start = time.perf_counter()
             try:
                 return function(*args)
             finally:
-                self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+                calls.append(time.perf_counter() - start)
 
         return timed
 
-    def net(self) -> dict[str, float]:
-        """Median seconds of one call, without what an empty call costs."""
-        empty = Meter()
-        nothing = empty.wrap("nothing", lambda *args: None)
-        for _ in range(20_000):
-            nothing(0, 0)
-        each = statistics.median(empty.seconds["nothing"])
-        return {name: max(statistics.median(calls) - each, 0.0) for name, calls in self.seconds.items()}
+    def clear(self) -> None:
+        for calls in self.seconds.values():
+            calls.clear()
 
 
 def open_llm(args: argparse.Namespace, capture: bool) -> LLM:
@@ -72,25 +73,40 @@ def open_llm(args: argparse.Namespace, capture: bool) -> LLM:
     )
 
 
-def decode(llm: LLM, prompts: list[list[int]], new_tokens: int, meter: Meter | None = None) -> list[Any]:
-    """Outputs. `meter` is cleared when all prompts are computed, and takes the time of each step from then on."""
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+def start(llm: LLM, prompts: list[list[int]], num_steps: int) -> None:
+    """Computes the prompts: what follows are `num_steps` steps of nothing but decoding, of the whole batch."""
+    params = SamplingParams(temperature=0, max_tokens=num_steps + 16, ignore_eos=True, detokenize=False)
     for index, prompt in enumerate(prompts):
         llm.engine.add_request(str(index), prompt, params)
     (rank,) = llm.engine.scheduler.ranks
-    step, decoding, outputs = llm.engine.step, False, []
-    while llm.engine.has_unfinished:
-        if meter is not None and not decoding and all(request.num_output_tokens for request in rank.running):
-            decoding = not rank.waiting and len(rank.running) == len(prompts)
-            if decoding:
-                meter.seconds.clear()
-                step = meter.wrap("step", llm.engine.step)
-        outputs += [output for output in step() if output.finished]
-    assert len(outputs) == len(prompts) and all(output.error is None for output in outputs)
+    while rank.waiting or not all(request.num_output_tokens for request in rank.running):
+        llm.engine.step()
+    assert len(rank.running) == len(prompts), "the batch does not fit"
+
+
+def finish(llm: LLM, batch: int) -> list[Any]:
+    outputs = [output for index in range(batch) if (output := llm.engine.abort(str(index))) is not None]
+    assert len(outputs) == batch and all(output.error is None for output in outputs)
     return outputs
 
 
-def instrument(llm: LLM, meter: Meter) -> None:
+def decode(sides: dict[str, LLM], prompts: list[list[int]], num_steps: int) -> tuple[dict[str, list[float]], list[Any]]:
+    """Seconds of each side's steps, and the outputs of the last side."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for llm in sides.values():
+        start(llm, prompts, num_steps)
+    for turn in range(num_steps):
+        for side in list(sides)[:: 1 if turn % 2 else -1]:
+            started = time.perf_counter()
+            sides[side].engine.step()
+            seconds[side].append(time.perf_counter() - started)
+    return seconds, [finish(llm, len(prompts)) for llm in sides.values()][-1]
+
+
+def instrument(sides: dict[str, LLM], meter: Meter) -> None:
+    for layer in sides["off"]._parts.models[0].moe_layers:
+        layer.capture.record = meter.wrap("timer", layer.capture.record)
+    llm = sides["on"]
     capturer = llm.engine.executor.worker.runner.capturer  # type: ignore[attr-defined]
     for name in ("record", "get_routed_experts"):
         setattr(capturer, name, meter.wrap(f"worker: {name}", getattr(capturer, name)))
@@ -99,6 +115,16 @@ def instrument(llm: LLM, meter: Meter) -> None:
     (rank,) = llm.engine.scheduler.ranks
     for name in ("launch", "store", "freeze"):
         setattr(rank.row_store, name, meter.wrap(f"engine: {name}", getattr(rank.row_store, name)))
+
+
+def costs_per_call(meter: Meter) -> dict[str, float]:
+    """Median seconds of a call, without the timer's own."""
+    timer = statistics.median(meter.seconds["timer"])
+    return {
+        name: max(statistics.median(calls) - timer, 0.0)
+        for name, calls in meter.seconds.items()
+        if calls and name != "timer"
+    }
 
 
 def materialise_s(num_tokens: int, reps: int) -> float:
@@ -132,9 +158,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=24, help="of each side in a round")
+    parser.add_argument("--rounds", type=int, default=2, help="of either kind, after one to warm up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", action="store_true")
@@ -143,35 +169,47 @@ def main() -> None:
     vocab_size = min(json.loads((args.model / "config.json").read_text())["vocab_size"], 8000)
     rng = random.Random(0)
     sides = {"off": open_llm(args, capture=False), "on": open_llm(args, capture=True)}
+    prompts = [[rng.randrange(5, vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.batch)]
+    decode(sides, prompts, 3)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     outputs: list[Any] = []
-    for rep in range(args.reps + 1):  # the first round warms up
-        prompts = [[rng.randrange(5, vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.batch)]
-        for side, llm in sides.items():
-            start = time.perf_counter()
-            outputs = decode(llm, prompts, args.new_tokens)
-            if rep:
-                seconds[side].append(time.perf_counter() - start)
+    for _ in range(args.rounds):
+        found, outputs = decode(sides, prompts, args.steps)
+        for side in sides:
+            seconds[side] += found[side]
+    ratio = statistics.median(off / on for off, on in zip(seconds["off"], seconds["on"], strict=True))
 
     meter = Meter()
-    instrument(sides["on"], meter)
-    shares, steps, costs = [], [], {}
-    for _ in range(args.reps):
-        decode(sides["on"], prompts, args.new_tokens, meter)
-        costs = meter.net()
-        step_s, num_steps = costs.pop("step"), len(meter.seconds["step"])
-        per_step = sum(cost * len(meter.seconds[name]) for name, cost in costs.items()) / num_steps
-        shares.append(per_step / step_s)
-        steps.append(step_s)
-    share, step_s = statistics.median(shares), statistics.median(steps)
+    instrument(sides, meter)
+    steps: list[float] = []
+    spent: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        for llm in sides.values():
+            start(llm, prompts, args.steps)
+        meter.clear()
+        for _ in range(args.steps):
+            sides["off"].engine.step()
+            started = time.perf_counter()
+            sides["on"].engine.step()
+            steps.append(time.perf_counter() - started)
+        for name, cost in costs_per_call(meter).items():
+            spent.setdefault(name, []).append(cost)
+            spent.setdefault(f"{name} a step", []).append(cost * len(meter.seconds[name]) / args.steps)
+        for llm in sides.values():
+            finish(llm, args.batch)
+    costs = {name: statistics.median(each) for name, each in spent.items()}
+    per_step_s = sum(cost for name, cost in costs.items() if name.endswith("a step"))
+    step_s = statistics.median(steps)
+    share = per_step_s / step_s
     completion = outputs[0].outputs[0]
     report = {
         "model": args.model.name,
         "batch": args.batch,
         "capture_share_of_decode": share,
         "decode_step_ms": step_s * 1e3,
-        "capture_us_per_call": {name: 1e6 * cost for name, cost in costs.items()},
-        "throughput_on_over_off": statistics.median(seconds["off"]) / statistics.median(seconds["on"]),
+        "capture_us_per_step": per_step_s * 1e6,
+        "capture_us_per_call": {name: 1e6 * cost for name, cost in costs.items() if not name.endswith("a step")},
+        "throughput_on_over_off": ratio,
         "bytes_per_token": completion.routed_experts.nbytes / len(completion.routed_experts),
         "layout_bytes_per_token": sides["on"].engine.routed_experts.row_bytes,
         "materialise_32k_ms": materialise_s(32_768, 9) * 1e3,
