@@ -84,7 +84,7 @@ def doctor(
     quantization: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Check that a model's experts can be balanced, and that balancing works: half a minute for the demo model.
+    """Check that a model's experts can be balanced, and that balancing works: a minute for the demo model.
 
     Runs requests on two ranks, moves as many experts as it can under them, and
     holds what it finds against four anchors. It says which one failed and where
