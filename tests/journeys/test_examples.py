@@ -13,6 +13,7 @@ LAST_LINE = {
     "chat_stream.py": "first token after",
     "expert_usage.py": "of the tokens go to other experts",
     "prefix_caching.py": "of all prompt tokens",
+    "rebalance_live.py": "8 of 8 answers are the same, token by token",
     "replay_training.py": "with replay       0.00% of rows use other experts",
 }
 

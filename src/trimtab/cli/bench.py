@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trimtab.outputs import RequestOutput
 
 app = App(name="bench", help="Measure speed, start-up time and memory.")
+app.command("trimtab.cli.bench_eplb:eplb", name="eplb")
 
 PERCENTILES = (50, 95, 99)
 _FIRST_TOKEN_ID = 5  # below lie special tokens in most vocabularies
@@ -227,11 +228,21 @@ def offline(
             )
             report["results"].append(asdict(result))
     report |= {"peak_memory_bytes": peak_memory_bytes(), "stats": llm.stats(), "machine": machine()}
+    if llm.config.enable_eplb:
+        report["eplb"] = {name: value for name, value in llm.eplb_stats().items() if name != "events"}
     if json_output:
         print(json.dumps(report, indent=2))
     else:
         print_report(report)
     return 0
+
+
+def balancing_line(stats: dict[str, Any]) -> str:
+    """`LLM.eplb_stats` in a line."""
+    outcomes = ", ".join(f"{number} {outcome}" for outcome, number in stats["rearrangements"].items())
+    moved = f"{stats['moves']:,} slots moved, {format_bytes(stats['bytes'])} between ranks"
+    seconds = ", ".join(f"{name} {stats[f'{name}_s']:.2f} s" for name in ("planning", "staging", "committing"))
+    return f"rearrangements: {outcomes}; balancedness {stats['balancedness']:.2f}; {moved}; {seconds}"
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -257,6 +268,8 @@ def print_report(report: dict[str, Any]) -> None:
     if kv_bytes is not None:
         memory += f", of it KV cache {format_bytes(kv_bytes)}"
     console.print(f"{sizes}; start to first token {report['start_up_s']:.1f} s; {memory}", highlight=False)
+    if "eplb" in report:
+        console.print(balancing_line(report["eplb"]), highlight=False)
     console.print(
         f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, torch {here['torch']}, {here['date']}",
         style="dim",

@@ -91,6 +91,7 @@ COMMANDS = {
         (
             "trimtab bench offline --model PATH",
             "trimtab bench offline --model PATH --batch-sizes 1,32 --input-len 128 --json",
+            "trimtab bench eplb --model demo --plot eplb.png",
         ),
     ),
     "sweep": Command(

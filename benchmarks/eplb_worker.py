@@ -1,0 +1,103 @@
+"""A worker process that writes down what balancing took of each step; started by benchmarks/eplb.py.
+
+One JSON line per step with a forward in the folder that TRIMTAB_STEP_TIMES names, in a file per rank; a commit has a
+line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from timed_worker import FOLDER_VARIABLE
+
+from trimtab.engine.executor.worker import Worker
+from trimtab.engine.executor.worker_loop import serve
+from trimtab.observability.progress import Progress
+from trimtab.plan import StepPlan
+
+
+class Stopwatch:
+    """Seconds inside the calls that it was wrapped around."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+    def take(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class WatchedRunner:
+    """The runner itself; `balancing` is what it does for balancing in a step, look-ups included, commits not."""
+
+    def __init__(self, runner: Any, file: TextIO) -> None:
+        self._runner, self._file = runner, file
+        self._look_ups, self._balancing, self._commits = Stopwatch(), Stopwatch(), Stopwatch()
+        self._times = runner.model.moe_layers[0].dispatcher.times
+        self._experts_s = self._wait_s = 0.0
+        self._started = 0.0
+        for layer in runner.model.moe_layers:
+            layer.look_up = self._look_ups.around(layer.look_up)
+        balancer = runner.balancer
+        for name in ("execute", "begin_forward", "end_step"):
+            setattr(balancer, name, self._balancing.around(getattr(balancer, name)))
+        if hasattr(balancer, "_commit"):
+            balancer._commit = self._commits.around(balancer._commit)
+
+    def execute(self, plan: StepPlan) -> None:
+        self._started = time.perf_counter()
+        self._experts_s, self._wait_s = self._times.experts_s, self._times.wait_s
+        self._runs_forward = plan.runs_forward
+        self._num_tokens = plan.num_tokens
+        self._runner.execute(plan)
+
+    def sample(self) -> Any:
+        pending = self._runner.sample()
+        look_up_s, balancing_s, commit_s = self._look_ups.take(), self._balancing.take(), self._commits.take()
+        if commit_s:
+            self._write({"commit_s": commit_s})
+        if self._runs_forward:
+            self._write(
+                {
+                    "step_s": time.perf_counter() - self._started,
+                    "tokens": self._num_tokens,
+                    "look_up_s": look_up_s,
+                    "balancing_s": balancing_s - commit_s,
+                    "experts_s": self._times.experts_s - self._experts_s,
+                    "wait_s": self._times.wait_s - self._wait_s,
+                }
+            )
+        return pending
+
+    def _write(self, line: dict[str, float]) -> None:
+        print(json.dumps(line), file=self._file, flush=True)
+
+
+def build(rank: int, setup: bytes, progress: Progress) -> Worker:
+    from trimtab.ranks import build_in_process
+
+    worker = build_in_process(rank, setup, progress)
+    # One file per rank and engine: sides of a benchmark run in one folder.
+    path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}"
+    worker.runner = WatchedRunner(worker.runner, path.open("a"))
+    return worker
+
+
+if __name__ == "__main__":
+    sys.exit(serve(build))
