@@ -82,7 +82,7 @@ def test_the_command_reports_a_mismatch_without_replay_and_none_with_it(
     options = ["--max-tokens", "12", "--seed", "3", "--ignore-eos", "--num-threads", "1"]
     written = ["--enable-return-routed-experts", "--return-routed-experts", str(file)]
     assert run(["generate", "--model", str(path), *prompts, *options, *written]) == 0
-    capsys.readouterr()
+    assert f"routed experts: {file} (trimtab routes FILE shows them" in capsys.readouterr().err
     assert [routes.num_tokens for routes in RoutesFile(file)] == [11 + 12, 8 + 12, 1 + 12]
     assert all(len(routes.logprobs) == 12 for routes in RoutesFile(file))
 

@@ -184,6 +184,11 @@ def generate(
     if return_routed_experts is not None:
         if answered:
             llm.save_routed_experts(return_routed_experts, answered)
+            print(
+                f"routed experts: {return_routed_experts} (trimtab routes FILE shows them, trimtab replay MODEL FILE "
+                "compares a trainer's)",
+                file=sys.stderr,
+            )
         else:
             print(f"error: no prompt was answered; {return_routed_experts} was not written", file=sys.stderr)
     return 0 if len(answered) == len(results) else 1
