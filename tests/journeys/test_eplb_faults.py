@@ -410,6 +410,7 @@ def test_ctrl_c_during_a_rearrangement_waits_for_the_step_and_harms_nothing(
 def test_a_rank_that_fails_in_the_midst_of_the_exchange_ends_the_start_by_its_words(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, communicator: str, victim: int
 ) -> None:
+    """B09: the others wait for it at a meeting of their own, outside of Gloo, and are told."""
     exchange_checksums = mover_module.exchange_checksums
 
     def exchange(storages: Any, placement: Any, communicator: Any, timeout_s: float) -> np.ndarray:

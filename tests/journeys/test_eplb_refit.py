@@ -77,7 +77,7 @@ def generate(llm: LLM) -> list[RequestOutput]:
 def test_b23_after_new_weights_outputs_are_those_of_a_fresh_engine_wherever_experts_are(
     old: Path, new: Path, of_old: list[RequestOutput], of_new: list[RequestOutput], layout: str
 ) -> None:
-    """Requests that run go on; cached prefixes are forgotten; captured rows say which weights they come from; what
+    """B23. Requests that run go on; cached prefixes are forgotten; captured rows say which weights they come from; what
     ranks agree on is exchanged anew, so that experts go on moving."""
     with LLM(str(old), **LIMITS | CAPTURE | LAYOUTS[layout]) as llm:
         for _ in range(4 if "EPLB" in layout else 1):

@@ -138,7 +138,7 @@ def test_idle_ranks_serve_their_experts_and_count_no_load(mixtral) -> None:
 
 @pytest.mark.parametrize("layout", ["DP 2", "TP 2", "DP 2 x TP 2"])
 def test_replicas_where_a_file_puts_them_change_no_token(checkpoint, expected, tmp_path, layout) -> None:
-    """Experts shuffled over the ranks, some of them held two or three times, with unequal shares."""
+    """B22: experts shuffled over the ranks, some of them held two or three times, with unequal shares."""
     num_ranks = 4 if layout == "DP 2 x TP 2" else 2
     num_layers = len(read_spec(checkpoint).moe_layers)
     rng = random.Random(8)
