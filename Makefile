@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types arrow unit install clean sweep simulate
+.PHONY: demo test lint types arrow unit install clean sweep simulate capture-job
 
 demo: $(STAMP)
 	$(BIN)/trimtab demo
@@ -32,6 +32,10 @@ sweep: $(STAMP)
 # A million schedules of the balancing protocol (10,000 of them are among the tests).
 simulate: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/simulation/run_schedules.py --schedules 1000000
+
+# 200 demo prompts: both runners, and ranks whose experts keep moving, agree in every token and routed expert.
+capture-job: $(STAMP)
+	$(BIN)/python tests/journeys/capture_job.py --prompts 200
 
 install: $(STAMP)
 
