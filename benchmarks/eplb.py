@@ -430,7 +430,11 @@ def main() -> None:
         options.steps = 2000 if options.what == "moving" else 64
     if len(os.sched_getaffinity(0)) < NUM_RANKS:
         print(f"warning: {NUM_RANKS} ranks on fewer cores measure the scheduler", file=sys.stderr)
-    report = {"what": options.what, **MEASUREMENTS[options.what](options), "machine": {**machine(), "command": " ".join(sys.argv)}}
+    report = {
+        "what": options.what,
+        **MEASUREMENTS[options.what](options),
+        "machine": {**machine(), "command": " ".join(sys.argv)},
+    }
     if options.json:
         print(json.dumps(report, indent=1))
     else:
