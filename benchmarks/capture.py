@@ -177,7 +177,7 @@ def main() -> None:
         found, outputs = decode(sides, prompts, args.steps)
         for side in sides:
             seconds[side] += found[side]
-    ratio = statistics.median(off / on for off, on in zip(seconds["off"], seconds["on"], strict=True))
+    ratios = [off / on for off, on in zip(seconds["off"], seconds["on"], strict=True)]
 
     meter = Meter()
     instrument(sides, meter)
@@ -209,7 +209,8 @@ def main() -> None:
         "decode_step_ms": step_s * 1e3,
         "capture_us_per_step": per_step_s * 1e6,
         "capture_us_per_call": {name: 1e6 * cost for name, cost in costs.items() if not name.endswith("a step")},
-        "throughput_on_over_off": ratio,
+        "throughput_on_over_off": statistics.median(ratios),
+        "throughput_quartiles": statistics.quantiles(ratios, n=4)[::2],
         "bytes_per_token": completion.routed_experts.nbytes / len(completion.routed_experts),
         "layout_bytes_per_token": sides["on"].engine.routed_experts.row_bytes,
         "materialise_32k_ms": materialise_s(32_768, 9) * 1e3,
@@ -224,7 +225,8 @@ def main() -> None:
     print(f"decode step of {args.batch}: {step_s * 1e3:.2f} ms, capture {share:.2%} of it")
     for name, us in report["capture_us_per_call"].items():  # type: ignore[attr-defined]
         print(f"  {name:28} {us:8.1f} us a call")
-    print(f"throughput on / off: {report['throughput_on_over_off']:.3f}")
+    low, high = report["throughput_quartiles"]  # type: ignore[misc]
+    print(f"throughput on / off: {report['throughput_on_over_off']:.3f} (half of the pairs: {low:.3f} to {high:.3f})")
     print(f"bytes per token: {report['bytes_per_token']:.0f} (layers x top-k x itemsize)")
     print(f"array of 32,768 tokens, 61 layers x 8: {report['materialise_32k_ms']:.1f} ms")
 
