@@ -1,6 +1,6 @@
 """What routed-experts capture costs: its own seconds within decode steps, throughput on and off, and one array.
 
-    python benchmarks/capture.py MODEL_DIR [--batch 32] [--steps 24] [--rounds 2] [--threads 2] [--json]
+    python benchmarks/capture.py MODEL_DIR [--batch 32] [--steps 12] [--rounds 2] [--threads 2] [--json]
 
 Two engines of one process, capture off and on, decode the same batch and take turns after every step, so that what
 else the machine does meets both.
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=24, help="of each side in a round")
+    parser.add_argument("--steps", type=int, default=12, help="of each side in a round")
     parser.add_argument("--rounds", type=int, default=2, help="of either kind, after one to warm up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="bfloat16")
