@@ -7,11 +7,12 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from native_cases import SHAPES, Layer, assert_close_to_reference, load_kernels, make_layer, random_weights, routed
 
-from trimtab.kernels.native.library import Format
+from trimtab.kernels.native.library import Format, native_kernels
 from trimtab.kernels.native.moe import MoeShape, MoeWeights, NativeMoe
 
 KERNELS = load_kernels()
@@ -250,3 +251,18 @@ def test_rows_read_and_outputs_written_by_address_have_the_same_bits(weight_form
         addresses = [torch.tensor([tensor.data_ptr() for tensor in held]) for held in (rows, outputs)]
         layer.native.experts_in_place(dtype, addresses[0], slot_ids, addresses[1])
         assert torch.equal(torch.stack(outputs), layer.native.experts(torch.stack(rows), slot_ids))
+
+
+def test_a_copy_past_the_caches_copies_every_byte_and_no_other() -> None:
+    """Any length, and any place of source and target within a cache line."""
+    core = native_kernels().core
+    if core is None:
+        pytest.skip("the native core is not built")
+    random = np.random.default_rng(11)
+    for _ in range(500):
+        length, source_at, target_at = (int(random.integers(0, high)) for high in (400, 64, 64))
+        source = torch.from_numpy(random.integers(1, 256, 512).astype(np.uint8))
+        target = torch.zeros(600, dtype=torch.uint8)
+        core.copy_past_caches(source.data_ptr() + source_at, target.data_ptr() + target_at, length)
+        assert target[target_at : target_at + length].equal(source[source_at : source_at + length])
+        assert not target[:target_at].any() and not target[target_at + length :].any()

@@ -28,6 +28,7 @@ SOURCE_FLAGS: dict[str, tuple[str, ...]] = {
     "attention_avx512.cpp": _AVX512_FLAGS,
     "checksum.cpp": ("-mavx2", "-mfma"),
     "combine.cpp": ("-mavx2", "-mfma"),
+    "copy.cpp": ("-mavx2", "-mfma"),
     "dispatch.cpp": (),
     "exchange.cpp": (),
     "layers.cpp": (),

@@ -128,8 +128,10 @@ class NativeMoe:
 
     def copy_in(self, slot: int, data: torch.Tensor) -> None:
         """The slot holds data uint8 [slot_bytes] of `copy_out` from now on, where it always was."""
-        self.slots[slot].copy_(data)
-        self.slot_table[slot] = self.slots[slot].data_ptr()
+        target = self.slots[slot]
+        assert data.is_contiguous() and data.dtype == torch.uint8 and data.shape == target.shape, "not a slot's bytes"
+        self._core.copy_past_caches(data.data_ptr(), target.data_ptr(), target.numel())
+        self.slot_table[slot] = target.data_ptr()
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, inter = self.shape.hidden_size, self.shape.intermediate_size
