@@ -276,7 +276,7 @@ def measure_memory(options: argparse.Namespace) -> Report:
     }
     for side, eplb in (("off", None), ("on", moved)):
         before = children()
-        with engines(options.model, eplb, kv_cache_memory_bytes="64MiB") as (llm,):
+        with watched_workers(), engines(options.model, eplb, kv_cache_memory_bytes="64MiB") as (llm,):
             workers = children() - before
             decode_steps(llm, prompts_of(llm, rng, 8, 64), 16, _nothing)
             if eplb is not None:
@@ -354,14 +354,15 @@ def gain_of(
 ) -> Report:
     """Prompts are read, one token each: experts compute, and do not wait for weights."""
     report: Report = {}
-    eplb = {**AT_REST, "num_redundant_experts": options.redundant}
+    # The newest bucket of load is one domain's: it begins where the last decision was.
+    eplb = {"window_size": 1, "step_interval": NEVER, "num_redundant_experts": options.redundant}
     with engines(
         model, None, eplb, enable_return_routed_experts=True, max_num_batched_tokens=options.step_tokens
     ) as sides:
         off, on = sides
         controller: Any = on.engine.balancer
         for name, rounds in traffic_for(off).items():
-            for prompts in rounds[:2]:
+            for prompts in rounds:
                 serve(on, prompts, 1, lambda: controller.placement)
             on.rearrange_experts()
             found = run_rounds(off, on, [(name, prompts) for prompts in rounds], 1)

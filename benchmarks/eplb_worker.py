@@ -6,6 +6,7 @@ line of its own.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -93,6 +94,7 @@ def build(rank: int, setup: bytes, progress: Progress) -> Worker:
     from trimtab.ranks import build_in_process
 
     worker = build_in_process(rank, setup, progress)
+    ctypes.CDLL(None).malloc_trim(0)  # what loading has freed, the allocator keeps: tens of MiB, now more, now less
     # One file per rank and engine: sides of a benchmark run in one folder.
     path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}"
     worker.runner = WatchedRunner(worker.runner, path.open("a"))

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from trimtab.llm import LLM
 
 DOMAINS = ("code", "german", "maths", "english")
-# Two or three rounds to see a change, decide and move; the rest of a domain shows what it brought.
-EPLB_CONFIG = {"window_size": 32, "step_interval": 32, "num_redundant_experts": 2, "min_gain": 0}
+# Two rounds between decisions, two to move; the rest of a domain shows what it brought.
+EPLB_CONFIG = {"window_size": 16, "step_interval": 32, "num_redundant_experts": 2, "min_gain": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +236,10 @@ def eplb(
     *,
     model: str = "demo",
     domains: str = ",".join(DOMAINS[:3]),
-    rounds: int = 8,
+    rounds: int = 6,
     batch_size: int = 8,
-    input_len: int = 256,
-    output_len: int = 24,
+    input_len: int = 128,
+    output_len: int = 16,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
     plot: Path | None = None,
     engine: Annotated[EngineOptions | None, Parameter(name="*")] = None,
@@ -251,7 +251,7 @@ def eplb(
     the same on both sides (exit code 1 where they are not). Routed experts are
     captured on both, and tell how evenly each side's ranks were loaded.
 
-    --eplb-config adds to window_size 32, step_interval 32, num_redundant_experts 2
+    --eplb-config adds to window_size 16, step_interval 32, num_redundant_experts 2
     and min_gain 0; --data-parallel-size sets other than two ranks. Prompts gain
     most: a step of few tokens waits for weights, however tokens are spread.
     Nothing else should run on the machine meanwhile.
