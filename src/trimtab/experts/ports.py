@@ -158,13 +158,16 @@ def answer_weights(
     command: CheckWeights | Refit, weights: Weights, rank: int, placement: Placement | None
 ) -> WeightsChecked | Refitted:
     """Executes a command about new weights, the same on every rank whether experts are balanced or not."""
-    if isinstance(command, CheckWeights):
-        return WeightsChecked(rank, command.weights_version, weights.check(command.path))
+    answer = WeightsChecked if isinstance(command, CheckWeights) else Refitted
     try:
-        weights.refit(command.path, placement, command.weights_version)
-    except Exception as error:  # the controller must hear of it: nobody else knows that the weights are mixed
-        return Refitted(rank, command.weights_version, f"{type(error).__name__}: {error}")
-    return Refitted(rank, command.weights_version, "")
+        if isinstance(command, CheckWeights):
+            problem = weights.check(command.path)
+        else:
+            weights.refit(command.path, placement, command.weights_version)
+            problem = ""
+    except Exception as error:  # whatever a file is, the engine lives; of mixed weights the controller must hear
+        problem = f"{type(error).__name__}: {error}"
+    return answer(rank, command.weights_version, problem)
 
 
 # -- doors between the rooms -------------------------------------------------------------------------------------------

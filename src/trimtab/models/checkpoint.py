@@ -114,7 +114,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} has a damaged safetensors header ({error}); download it again") from error
     expected = max((stored.end for stored in tensors.values()), default=8 + length)
     if actual != expected:
@@ -138,10 +138,13 @@ def _stored_tensor(file: Path, name: str, entry: dict[str, Any], data_start: int
 def _read_indexed(path: Path, index_file: Path) -> dict[str, StoredTensor]:
     try:
         weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        file_names = sorted(set(weight_map.values()))
+        if not all(isinstance(file_name, str) for file_name in file_names):
+            raise TypeError("weight_map must map tensors to file names")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index_file} is not a safetensors index ({error}); download it again") from error
     headers: dict[str, dict[str, StoredTensor]] = {}
-    for file_name in sorted(set(weight_map.values())):
+    for file_name in file_names:
         if Path(file_name).name != file_name or file_name.startswith("."):
             raise CheckpointError(f"{index_file} names {file_name!r}, which is not a file of its own folder")
         if not (path / file_name).is_file():

@@ -99,6 +99,8 @@ class FakeRank:
 
     # weights
     def check(self, path: str) -> str:
+        if path == "strange":
+            raise AttributeError("no attribute 'items'")
         return "" if path == "good" else "no such file"
 
     def refit(self, path: str, placement: Placement, weights_version: int) -> None:
@@ -242,6 +244,7 @@ def test_a_commit_that_fails_halfway_ends_the_rank() -> None:
 def test_new_weights_are_checked_first_and_a_failure_after_the_first_byte_is_told() -> None:
     rank = FakeRank(rank=1)
     assert rank.step(CheckWeights("bad", 3)) == [WeightsChecked(1, 3, "no such file")]
+    assert rank.step(CheckWeights("strange", 3)) == [WeightsChecked(1, 3, "AttributeError: no attribute 'items'")]
     assert rank.step(CheckWeights("good", 3)) == [WeightsChecked(1, 3, "")]
     assert rank.step(Refit("good", 3)) == [Refitted(1, 3, "")]
     assert rank.journal == [("refit", "good", OLD.digest(), 3)]

@@ -50,7 +50,9 @@ def test_a_file_longer_than_its_header_is_refused(single: Path) -> None:
         read_spec(single)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"not json at all!"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"not json at all!", b"\x02" + b"\0" * 7 + b"[]"]
+)
 def test_a_file_that_is_not_safetensors_is_named(single: Path, content: bytes) -> None:
     (single / SINGLE_FILE).write_bytes(content)
     with pytest.raises(CheckpointError, match=SINGLE_FILE):
@@ -97,6 +99,13 @@ def test_an_index_may_not_point_out_of_its_folder(sharded: Path) -> None:
     index["weight_map"][NORM] = "../other/model.safetensors"
     (sharded / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"\.\./other/model\.safetensors.* not a file of its own folder"):
+        read_spec(sharded)
+
+
+@pytest.mark.parametrize("weight_map", [3, [], {"a": 3}, {"a": ["b"]}])
+def test_an_index_of_another_form_is_named(sharded: Path, weight_map: object) -> None:
+    (sharded / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="is not a safetensors index"):
         read_spec(sharded)
 
 
