@@ -7,7 +7,8 @@
 3. Writing: one command, in one plan for all ranks, between two steps. A rank that fails after the first byte leaves
    the ranks' weights mixed: the engine is unhealthy until a refit succeeds.
 
-No transaction begins while a refit is open.
+No transaction begins while a refit is open. Time counts from the plan that asked for what is waited for: the step in
+which files were checked may have taken long, and is over.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Halting:
     path: str
     weights_version: int
     timeout_s: float
+    is_waiting: bool = False  # a plan went out and found a transaction open
     waited_s: float = 0.0
 
 
@@ -70,10 +72,12 @@ def advance_refit(
             return _on_checked(state, event, num_ranks), []
         case Halting(), NextStep(step=step) if is_at_rest:
             return Writing(state.weights_version, step), [Refit(state.path, state.weights_version)]
+        case Halting(), NextStep():
+            return replace(state, is_waiting=True), []
         case Writing(), StepDone(step=step) if step == state.step:
             return _on_written(state, event, num_ranks), []
-        case ((Checking() | Halting()), Tick(gap_s=gap_s, is_idle=is_idle)):
-            return _on_tick(state, 0.0 if is_idle else gap_s), []
+        case ((Checking(is_sent=True) | Halting(is_waiting=True)), Tick(counted_s=counted_s)):
+            return _on_tick(state, counted_s), []
         case _:
             return state, []
 

@@ -390,6 +390,8 @@ def _on_aborting(state: Aborting, step: int, reports: Sequence[Report]) -> State
 def _on_tick(state: State, event: Tick) -> State:
     if not isinstance(state, OpenState) or (isinstance(state, Planned) and state.step is None):
         return state
+    if isinstance(state, Ready | CommittedLayer):
+        return state  # nobody is waited for: the next plan carries the commit
     work = replace(state.work, waited_s=state.work.waited_s + event.counted_s)
     state = replace(state, work=work)
     if isinstance(state, Committing) or work.waited_s < work.stall_timeout_s / 2:

@@ -38,7 +38,8 @@ def test_files_are_checked_then_the_transaction_rests_then_all_ranks_write_in_on
     state = done(state, WeightsChecked(0, 5, ""))
     assert isinstance(state, Checking)
     state = done(state, WeightsChecked(1, 5, ""))
-    assert on(state, NextStep(3), is_at_rest=False) == (state, [])
+    state, commands = on(state, NextStep(3), is_at_rest=False)
+    assert isinstance(state, Halting) and commands == []
     state, commands = on(state, NextStep(4))
     assert commands == [Refit("/new", 5)] and state == Writing(5, 4)
     answers = (Refitted(0, 5, ""), Refitted(1, 5, ""))
@@ -68,7 +69,22 @@ def test_answers_of_another_version_are_dropped() -> None:
 
 def test_waiting_for_answers_or_for_rest_is_bounded() -> None:
     for state, what in ((START, "checked the files"), (Halting("/new", 5, 10.0), "come to rest")):
-        waiting, _ = on(state, Tick(9.0))
-        after, _ = on(waiting, Tick(1.5))
+        sent, _ = on(state, NextStep(1), is_at_rest=False)
+        waiting, _ = on(sent, Tick(9.0))
+        waiting, _ = on(waiting, Tick(0.4, is_idle=True))  # the pause between plans of commands alone
+        assert not isinstance(waiting, NoRefit)
+        after, _ = on(waiting, Tick(0.7))
         assert isinstance(after, NoRefit) and after.result is not None
         assert what in after.result.problem and not after.result.is_harmed
+
+
+def test_the_time_that_the_check_of_large_files_took_refuses_nothing() -> None:
+    """Its step's output comes first, then the time of that step: the wait that follows begins anew."""
+    sent, _ = on(START, NextStep(1))
+    halting, _ = on(done(sent, WeightsChecked(0, 5, ""), WeightsChecked(1, 5, "")), Tick(100.0))
+    assert on(halting, NextStep(2)) == (Writing(5, 2), [Refit("/new", 5)])
+
+
+def test_an_engine_that_was_idle_for_long_is_not_late_at_once() -> None:
+    state, _ = on(START, Tick(3600.0))
+    assert isinstance(state, Checking) and on(state, NextStep(1))[1] == [CheckWeights("/new", 5)]
