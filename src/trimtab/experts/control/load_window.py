@@ -140,7 +140,8 @@ class LoadWindow:
             max(report.num_recorded_steps for report in reports),
             np.array([(report.step_s, report.experts_s, report.wait_s) for report in reports], dtype=np.float64),
         )
-        self.num_fresh_steps += bucket.num_recorded_steps
+        if bucket.counts.any():  # a rank that records while it is idle has nothing fresh
+            self.num_fresh_steps += bucket.num_recorded_steps
         if self._buckets and not bucket.is_cut:
             self._buckets[-1].join(bucket)
         elif bucket.num_steps:

@@ -112,6 +112,15 @@ def test_fresh_steps_are_those_any_rank_recorded_since_last_asked() -> None:
     assert made.load().num_steps == 4  # unrecorded steps are steps without load
 
 
+def test_a_rank_that_records_while_it_is_idle_has_nothing_fresh() -> None:
+    """Rule 10: to a filter for decode batches, a rank without tokens beside another's prefill looks like one."""
+    made = window(10)
+    made.close(2, is_cut=True)
+    made.add(report(0, 0, 0, recorded=0))
+    made.add(report(1, 0, 0, recorded=2))
+    assert made.take_fresh() == 0
+
+
 def test_times_are_kept_by_rank() -> None:
     made = window(10)
     made.close(2, is_cut=True)
