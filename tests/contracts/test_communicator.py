@@ -147,6 +147,24 @@ def test_all_gather_brings_everyones_data_whatever_its_length(
 
 
 @several_ranks
+def test_an_all_gather_that_ranks_gave_up_at_different_times_spoils_none_after_it(
+    name: str, num_ranks: int, opened: Opened
+) -> None:
+    """A refit that failed for a slow rank is followed by one that succeeds, with nothing of the first one's data."""
+    ends = opened(name, num_ranks)
+    for end in ends:  # one after the other: each finds what those before it left, and gets further
+        with pytest.raises(RankFailureError):
+            end.all_gather(b"old %d" % end.rank, 0.05)
+    data = [b"new %d" % rank for rank in range(num_ranks)]
+
+    def work(rank: int) -> None:
+        for _ in range(2):
+            assert ends[rank].all_gather(data[rank]) == data
+
+    run_ranks(num_ranks, work)
+
+
+@several_ranks
 def test_headers_arrive_whole_and_a_refusal_needs_no_bytes(name: str, num_ranks: int, opened: Opened) -> None:
     ends = opened(name, num_ranks)
 

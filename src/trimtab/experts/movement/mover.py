@@ -98,7 +98,8 @@ class BackgroundMover:
 
         def work() -> None:
             try:
-                exchange_layouts(self._storages, self._communicator, self._exchange_timeout_s)
+                if self._checksums is None:  # layouts never change; later exchanges fail or succeed in one gathering
+                    exchange_layouts(self._storages, self._communicator, self._exchange_timeout_s)
                 self._checksums = exchange_checksums(
                     self._storages, placement, self._communicator, self._exchange_timeout_s
                 )

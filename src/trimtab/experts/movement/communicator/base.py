@@ -96,6 +96,8 @@ class Communicator(Protocol):
     def all_gather(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Every rank's data, by rank. Collective, outside of transactions: at start and after new weights.
 
+        Ranks call it equally often, also after one that failed.
+
         At such times ranks come far apart: `timeout_s` may allow for more than the communicator's own.
         """
         ...

@@ -26,7 +26,7 @@ from trimtab.experts.movement.staging import StagingSizes
 # A rank's flags, by word.
 _OPEN = 0  # the layer whose staging may be written, as `_layer_word`
 _ABORTED = 1  # 1 + the transaction that this rank ended early
-_GATHER = 2  # counts up as this rank passes the phases of all_gather
+_GATHER = 2  # how far this rank is in which all_gather, as in `_meet`
 _GATHER_BYTES = 3
 _CLOSED = 4
 _REFUSED = 5  # the layer that this rank's staging will not be opened for
@@ -35,6 +35,7 @@ _ROW_WORDS = 8  # of a header: the layer's word, then the header
 assert 1 + HEADER_WORDS <= _ROW_WORDS
 
 _LAYER_BITS = 16
+_PHASE_BITS = 32
 _FIRST_PAUSE_S = 0.0001
 _LAST_PAUSE_S = 0.002
 
@@ -76,6 +77,7 @@ class SharedMemoryCommunicator:
         self._layer_word = np.uint64(0)
         self._aborted = threading.Event()
         self._num_gathers = 0
+        self._phase = 0  # of the last all_gather
 
     def begin(self, transaction: int, aborted: threading.Event) -> None:
         assert 0 <= transaction < 1 << (63 - _LAYER_BITS), f"transaction {transaction} has no room in a word"
@@ -118,6 +120,7 @@ class SharedMemoryCommunicator:
 
     def all_gather(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Through staging, piece by piece: no further memory is needed."""
+        self._num_gathers, self._phase = self._num_gathers + 1, 0
         flags, piece_nbytes = self._flags[self.rank], self.staging.numel()
         flags[_GATHER_BYTES] = len(data)
         gathered = [bytearray() for _ in range(self.num_ranks)]
@@ -145,10 +148,12 @@ class SharedMemoryCommunicator:
         del self.staging, self._stagings, self._headers, self._flags  # what looks at the memory holds it
 
     def _meet(self, timeout_s: float | None) -> None:
-        self._num_gathers += 1
-        self._flags[self.rank][_GATHER] = self._num_gathers
+        self._phase += 1
+        # Ranks that gave one up at different phases begin the next one together all the same.
+        word = self._num_gathers << _PHASE_BITS | self._phase
+        self._flags[self.rank][_GATHER] = word
         self._wait(
-            lambda: all(int(flags[_GATHER]) >= self._num_gathers for flags in self._flags),
+            lambda: all(int(flags[_GATHER]) >= word for flags in self._flags),
             f"rank {self.rank} waited for all ranks to exchange what they hold",
             timeout_s,
         )
