@@ -18,7 +18,7 @@ class RefitOnly:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._state: RefitState = NoRefit()
-        self._is_harmed = False
+        self._harm = ""  # why ranks' weights are mixed
         self._num_sent, self._num_done = num_in_flight, 0  # steps
         self._now: float | None = None
 
@@ -29,13 +29,12 @@ class RefitOnly:
     @property
     def holds_requests(self) -> bool:
         """No request may compute in a step that is planned now."""
-        return self._is_harmed or not isinstance(self._state, NoRefit | Checking)
+        return bool(self._harm) or not isinstance(self._state, NoRefit | Checking)
 
     @property
     def unhealthy_reason(self) -> str:
         """Not empty from a refit that failed after the first byte until one that succeeds."""
-        result = self.refit_result
-        return (result.problem if result else "a refit is being repeated") if self._is_harmed else ""
+        return self._harm
 
     @property
     def refit_result(self) -> RefitResult | None:
@@ -66,7 +65,7 @@ class RefitOnly:
         was_writing = isinstance(self._state, Writing)
         self._state, commands = advance_refit(self._state, event, num_ranks=self._num_ranks, is_at_rest=True)
         if was_writing and (result := self.refit_result) is not None:
-            self._is_harmed = result.is_harmed
+            self._harm = result.problem
             if not result.problem:
                 self.weights_version = result.weights_version
         return commands

@@ -11,6 +11,7 @@ from trimtab.experts.control.refit import (
     Writing,
     advance_refit,
 )
+from trimtab.experts.control.refit_only import RefitOnly
 from trimtab.experts.control.transaction import NextStep, StepDone, Tick
 from trimtab.experts.ports import CheckWeights, Command, Refit, Refitted, Report, WeightsChecked
 
@@ -88,3 +89,20 @@ def test_the_time_that_the_check_of_large_files_took_refuses_nothing() -> None:
 def test_an_engine_that_was_idle_for_long_is_not_late_at_once() -> None:
     state, _ = on(START, Tick(3600.0))
     assert isinstance(state, Checking) and on(state, NextStep(1))[1] == [CheckWeights("/new", 5)]
+
+
+def test_what_mixed_the_weights_is_told_until_a_refit_succeeds() -> None:
+    """Without balancing too: files that are refused afterwards are another matter."""
+    made = RefitOnly(1, 10.0)
+
+    def run(*answers: Report) -> str:
+        made.request_refit("/new", 1)
+        for answer in answers:
+            made.commands(runs_forward=False, now=0.0)
+            made.on_reports([answer], 0.0)
+        return made.unhealthy_reason
+
+    checked = WeightsChecked(0, 1, "")
+    assert run(checked, Refitted(0, 1, "disk gone")) == "rank 0: disk gone"
+    assert run(WeightsChecked(0, 1, "no such file")) == "rank 0: disk gone" and made.holds_requests
+    assert run(checked, Refitted(0, 1, "")) == "" and not made.holds_requests
