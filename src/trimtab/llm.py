@@ -205,12 +205,19 @@ class LLM:
     def rearrange_experts(self) -> dict[str, Any]:
         """Decides now, whatever the gain, and serves on until experts are where they were decided to be; -> eplb_stats.
 
-        Without load since the last decision nothing moves.
+        Without load since the last decision nothing moves. Raises RuntimeError where a rank does not come to rest after
+        a rearrangement that was aborted, and MixedWeightsError while new weights are half written.
         """
         controller = self._controller()
+        self.engine.check_health()
         controller.request_rearrangement()
-        while self.engine.balancer.wants_step:
+        while controller.wants_step:
             self._step()
+            if reason := controller.overdue_reason:
+                raise RuntimeError(
+                    f"experts cannot be rearranged: a rank does not come to rest after an abort ({reason}); requests "
+                    "go on, and the log names the rank; build a new engine to balance again"
+                )
         return self.eplb_stats()
 
     def save_placement(self, path: str) -> None:

@@ -189,6 +189,9 @@ def test_b23_a_failure_after_the_first_byte_on_one_rank_serves_nobody_until_weig
         assert not llm.engine.has_unfinished, "requests that ran have failed"
         with pytest.raises(MixedWeightsError, match="the disk went away"):
             llm.engine.add_request("late", [1, 2], SAMPLING)
+        if eplb:
+            with pytest.raises(MixedWeightsError, match="the disk went away"):
+                llm.rearrange_experts()
         with pytest.raises(MixedWeightsError, match="the disk went away"):
             llm.update_weights(str(new))
         monkeypatch.setattr(ranks, "refit", whole)

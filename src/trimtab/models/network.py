@@ -28,7 +28,9 @@ def read_config(path: Path) -> PreTrainedConfig:
     """The folder's configuration. Raises UnsupportedModelError where the configuration alone tells."""
     file = path / CONFIG_FILE
     if not file.is_file():
-        raise CheckpointError(f"{path} has no {CONFIG_FILE}; it is not a model folder")
+        raise CheckpointError(
+            f"{path} has no {CONFIG_FILE}; it is not a model folder; name one with {CONFIG_FILE} and safetensors files"
+        )
     try:
         values: dict[str, Any] = json.loads(file.read_text())
         model_type = values["model_type"]

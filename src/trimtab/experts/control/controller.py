@@ -147,6 +147,11 @@ class Controller:
         return bool(self._harm) or isinstance(self._refit, Halting | Writing)
 
     @property
+    def overdue_reason(self) -> str:
+        """Why a transaction was aborted whose ranks do not come to rest, so that none can follow; else empty."""
+        return self.state.reason if isinstance(self.state, Aborting) and self.state.is_overdue else ""
+
+    @property
     def unhealthy_reason(self) -> str:
         """Not empty from a refit that failed after the first byte until one that succeeds."""
         return self._harm

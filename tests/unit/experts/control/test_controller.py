@@ -223,6 +223,7 @@ def test_a_mover_that_does_not_come_to_rest_is_told_once_and_nothing_starts_befo
     made.steps(9)
     made.steps(300, seconds=0.1)
     assert made.names() == ["began", "aborting", "abort_overdue"] and kinds(made).count("Plan") == 1
+    assert made.controller.overdue_reason and made.controller.wants_step
 
 
 def test_a_rank_that_does_not_commit_ends_the_engine() -> None:

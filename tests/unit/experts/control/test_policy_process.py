@@ -121,6 +121,23 @@ def test_a_policy_that_hangs_is_given_up_and_its_process_ended(processes: list[P
     assert process.poll() is None
 
 
+def test_a_process_that_cannot_be_started_fails_the_decision_and_not_the_engine(
+    processes: list[PolicyProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 15: no process left on the machine is a policy that failed; the next question is asked anew."""
+    process = start(processes, "default")
+
+    def refuse(*args: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        process.submit(LOAD, START)
+        problem = process.poll()
+    assert isinstance(problem, str) and "cannot be started" in problem and process.poll() is None
+    assert isinstance(answer(process), Placement)
+
+
 def test_what_a_policy_prints_is_not_taken_for_an_answer(processes: list[PolicyProcess]) -> None:
     found = answer(start(processes, "odd_policies:Reversed"))
     assert isinstance(found, Placement)

@@ -112,11 +112,16 @@ class PolicyProcess:
         self._received = bytearray()
         self._number = 0
         self._asked: tuple[Placement, str, float] | None = None  # the start, its digest, when
+        self._problem = ""  # why the last question was not even asked
 
     def submit(self, load: ExpertLoad, current: Placement) -> None:
         assert self._asked is None, "one question at a time"
         if self._process is None or self._process.poll() is not None:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # no memory, no process left: a decision fails, and requests go on
+                self._problem = f"the policy's process cannot be started: {error}"
+                return
         self._number += 1
         self._asked = (current, current.digest(), self._clock())
         topology = current.topology
@@ -132,6 +137,9 @@ class PolicyProcess:
         self._write()
 
     def poll(self) -> Placement | str | None:
+        if self._problem:
+            problem, self._problem = self._problem, ""
+            return problem
         if self._asked is None:
             return None
         current, digest, asked_at = self._asked
@@ -151,7 +159,7 @@ class PolicyProcess:
     def close(self) -> None:
         """Ends the process; safe to call twice."""
         process, self._process = self._process, None
-        self._asked = None
+        self._asked, self._problem = None, ""
         if process is None:
             return
         assert process.stdin is not None and process.stdout is not None
