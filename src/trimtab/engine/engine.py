@@ -65,7 +65,10 @@ class Balancer(Protocol):
         """Why the ranks' weights may not be computed with; empty where they may."""
         ...
 
-    weights_version: int
+    @property
+    def weights_version(self) -> int:
+        """Counts the refits that succeeded."""
+        ...
 
     def commands(self, *, runs_forward: bool, now: float) -> list[Command]: ...
 

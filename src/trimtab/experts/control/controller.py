@@ -22,7 +22,7 @@ from trimtab.experts.control.gain import (
 from trimtab.experts.control.load_trace import LoadTrace
 from trimtab.experts.control.load_window import Bucket, LoadWindow
 from trimtab.experts.control.policy.process import PolicyRunner
-from trimtab.experts.control.refit import Checking, Halting, NoRefit, RefitResult, RefitState, Writing, advance_refit
+from trimtab.experts.control.refit import RefitResult, Refits
 from trimtab.experts.control.tally import Tally
 from trimtab.experts.control.transaction import (
     Aborted,
@@ -104,15 +104,13 @@ class Controller:
         self.config, self.slot_nbytes, self.policy = config, slot_nbytes, policy
         self.observer, self.trace = observer, trace
         topology = placement.topology
-        self.weights_version = weights_version
         self.trigger = Trigger(config.step_interval, config.window_size)
         self.window = LoadWindow(topology.num_ranks, placement.num_layers, topology.num_experts, config.window_size)
         self.state: State = Idle(placement)
         self.tally = Tally(slot_nbytes)
         self.outlook: Outlook | None = None  # of the last decision, also when the answer was no
         self._num_ranks = topology.num_ranks
-        self._refit: RefitState = NoRefit()
-        self._harm = ""  # why ranks' weights are mixed
+        self._refits = Refits(topology.num_ranks, config.stall_timeout_s, weights_version)
         self._decision: _Decision | None = None
         self._num_transactions = 0
         self._num_sent = self._num_returned = 0  # steps
@@ -134,7 +132,7 @@ class Controller:
     @property
     def is_at_rest(self) -> bool:
         """No transaction, decision or refit is open."""
-        return not isinstance(self.state, OpenState) and self._decision is None and isinstance(self._refit, NoRefit)
+        return not isinstance(self.state, OpenState) and self._decision is None and not self._refits.is_open
 
     @property
     def wants_step(self) -> bool:
@@ -144,7 +142,7 @@ class Controller:
     @property
     def holds_requests(self) -> bool:
         """No request may compute in a step that is planned now: ranks' weights are, or may be, half new."""
-        return bool(self._harm) or isinstance(self._refit, Halting | Writing)
+        return self._refits.holds_requests
 
     @property
     def overdue_reason(self) -> str:
@@ -154,12 +152,16 @@ class Controller:
     @property
     def unhealthy_reason(self) -> str:
         """Not empty from a refit that failed after the first byte until one that succeeds."""
-        return self._harm
+        return self._refits.harm
+
+    @property
+    def weights_version(self) -> int:
+        return self._refits.weights_version
 
     @property
     def refit_result(self) -> RefitResult | None:
         """Of the last refit that ended; None while one is open and before the first."""
-        return self._refit.result if isinstance(self._refit, NoRefit) else None
+        return self._refits.result
 
     def request_rearrangement(self) -> None:
         """A decision at the next step, whatever its gain."""
@@ -167,11 +169,9 @@ class Controller:
 
     def request_refit(self, path: str, weights_version: int) -> None:
         """New weights from `path`; `refit_result` tells how it ended. Raises ValueError while another one is open."""
-        if not isinstance(self._refit, NoRefit):
-            raise ValueError(f"weights ({path!r}) cannot be loaded while others are being loaded; wait for their end")
         if self._is_draining:
             raise ValueError(f"weights ({path!r}) cannot be loaded into an engine that shuts down; start a new one")
-        self._refit = Checking(path, weights_version, self.config.stall_timeout_s)
+        self._refits.request(path, weights_version)
 
     def begin_warm_up(self) -> None:
         """Steps from now on are no traffic: not counted, not recorded, and they move nothing."""
@@ -184,9 +184,7 @@ class Controller:
         """No decision from now on; an open transaction is aborted with the next plan, one that was sent is executed."""
         self._is_draining = True
         self._drop_decision()
-        if isinstance(self._refit, Checking | Halting):
-            version = self._refit.weights_version
-            self._end_refit(NoRefit(RefitResult(version, "the engine shuts down; nothing was changed")))
+        self._note_refit(self._refits.cancel("the engine shuts down; nothing was changed"))
         self._advance(Cancel("drain"))
 
     def close(self) -> None:
@@ -200,7 +198,7 @@ class Controller:
         self._tick(now)
         commands: list[Command] = list(self._collect())
         self._decide(now, commands)
-        if isinstance(self._refit, Halting):
+        if self._refits.is_halting:
             self._advance(Cancel("new weights"))
         step = NextStep(self._num_sent)
         commands += self._advance(step)
@@ -275,14 +273,14 @@ class Controller:
             # Not "all buckets are complete": where each step has one of its own, that never holds.
             if self.window.last_end >= decision.end:
                 self._ask_policy(decision, now)
-        elif isinstance(self._refit, NoRefit) and (answer := self.policy.poll()) is not None:
+        elif not self._refits.is_open and (answer := self.policy.poll()) is not None:
             self._decision = None
             self.tally.planning_s += now - decision.asked_at
             self._consider(decision, answer)
 
     def _may_decide(self) -> bool:
         """Never beside an open transaction or refit, nor on mixed weights: what is due then waits."""
-        return self.is_at_rest and not (self._is_draining or self._is_warming_up or self._harm)
+        return self.is_at_rest and not (self._is_draining or self._is_warming_up or self._refits.harm)
 
     def _drop_decision(self) -> None:
         if self._decision is not None:
@@ -383,25 +381,15 @@ class Controller:
         self.observer("committed", {"transaction": before.work.transaction, "layer": commit.layer})
 
     def _advance_refit(self, event: NextStep | StepDone | Tick) -> list[Command]:
-        if isinstance(self._refit, NoRefit):
-            return []
-        at_rest = not isinstance(self.state, OpenState)
-        after, commands = advance_refit(self._refit, event, num_ranks=self._num_ranks, is_at_rest=at_rest)
-        if isinstance(after, NoRefit):
-            self._end_refit(after)
-        else:
-            self._refit = after
+        commands, ended = self._refits.advance(event, is_at_rest=not isinstance(self.state, OpenState))
+        self._note_refit(ended)
         return commands
 
-    def _end_refit(self, ended: NoRefit) -> None:
-        self._refit = ended
-        assert ended.result is not None
-        if ended.result.is_harmed:
-            self._harm = ended.result.problem
-            self._drop_decision()
-        elif not ended.result.problem:
-            self._harm, self.weights_version = "", ended.result.weights_version
-        self.observer("refit_ended", {"weights_version": ended.result.weights_version, "problem": ended.result.problem})
+    def _note_refit(self, ended: RefitResult | None) -> None:
+        if ended is not None:
+            if ended.is_harmed:
+                self._drop_decision()
+            self.observer("refit_ended", {"weights_version": ended.weights_version, "problem": ended.problem})
 
     def _tick(self, now: float, is_idle: bool | None = None) -> None:
         gap_s = 0.0 if self._now is None else now - self._now

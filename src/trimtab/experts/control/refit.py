@@ -115,3 +115,62 @@ def _on_tick(state: Checking | Halting, gap_s: float) -> RefitState:
         return replace(state, waited_s=waited_s)
     what = "not all ranks checked the files" if isinstance(state, Checking) else "a rearrangement did not come to rest"
     return NoRefit(RefitResult(state.weights_version, f"{what} within {state.timeout_s:g} s; nothing was changed"))
+
+
+class Refits:
+    """The refits of one engine, one at a time, and what came of the last one. Called on: the engine's thread."""
+
+    def __init__(self, num_ranks: int, timeout_s: float, weights_version: int = 0) -> None:
+        self.weights_version = weights_version
+        self.harm = ""  # why ranks' weights are mixed: from a refit that failed halfway until one that succeeds
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._state: RefitState = NoRefit()
+
+    @property
+    def is_open(self) -> bool:
+        return not isinstance(self._state, NoRefit)
+
+    @property
+    def is_halting(self) -> bool:
+        """Files are good on all ranks, and it waits for an open transaction to come to rest."""
+        return isinstance(self._state, Halting)
+
+    @property
+    def holds_requests(self) -> bool:
+        """No request may compute in a step that is planned now: ranks' weights are, or may be, half new."""
+        return bool(self.harm) or isinstance(self._state, Halting | Writing)
+
+    @property
+    def result(self) -> RefitResult | None:
+        """Of the last refit that ended; None while one is open and before the first."""
+        return self._state.result if isinstance(self._state, NoRefit) else None
+
+    def request(self, path: str, weights_version: int) -> None:
+        """Raises ValueError while another one is open."""
+        if self.is_open:
+            raise ValueError(f"weights ({path!r}) cannot be loaded while others are being loaded; wait for their end")
+        self._state = Checking(path, weights_version, self._timeout_s)
+
+    def cancel(self, reason: str) -> RefitResult | None:
+        """Ends the one that is open, unless its weights are being written -> what came of it."""
+        if not isinstance(self._state, Checking | Halting):
+            return None
+        return self._end(RefitResult(self._state.weights_version, reason))
+
+    def advance(
+        self, event: NextStep | StepDone | Tick, *, is_at_rest: bool
+    ) -> tuple[list[Command], RefitResult | None]:
+        """-> commands for the plan that a `NextStep` names, and the result of a refit that ended with this event."""
+        if not self.is_open:
+            return [], None
+        self._state, commands = advance_refit(self._state, event, num_ranks=self._num_ranks, is_at_rest=is_at_rest)
+        return commands, None if self.result is None else self._end(self.result)
+
+    def _end(self, result: RefitResult) -> RefitResult:
+        self._state = NoRefit(result)
+        if result.is_harmed:
+            self.harm = result.problem
+        elif not result.problem:
+            self.harm, self.weights_version = "", result.weights_version
+        return result
