@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from timed_worker import FOLDER_VARIABLE
+from step_lines import Stopwatch, read_lines, watched_workers
 
-from trimtab import LLM, SamplingParams, ranks
+from trimtab import LLM, SamplingParams
 from trimtab.cli.bench import machine, percentile, random_prompts
 from trimtab.cli.bench_eplb import make_traffic, predicted_ratio, run_rounds, serve
 from trimtab.testing.skewed_router import write_skewed_checkpoint
@@ -81,63 +81,23 @@ def prompts_of(llm: LLM, rng: random.Random, count: int, length: int) -> list[li
     return random_prompts(rng, count, length, min(llm.vocab_size, 8000))
 
 
-def read_lines(folder: Path) -> list[list[dict[str, float]]]:
-    """What each rank's worker wrote since the last call."""
-    lines = []
-    for rank in range(NUM_RANKS):
-        file = folder / f"rank-{rank}"
-        lines.append([json.loads(line) for line in file.read_text().splitlines()])
-        os.truncate(file, 0)  # opened for appending: the next line begins the file
-    return lines
-
-
-@contextmanager
-def watched_workers() -> Iterator[Path]:
-    """Workers that are started inside write down their steps in this folder."""
-    here, before = str(Path(__file__).resolve().parent), (ranks.WORKER, os.environ.get("PYTHONPATH", ""))
-    with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
-        ranks.WORKER = "eplb_worker"
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before[1], here]))
-        os.environ[FOLDER_VARIABLE] = folder
-        try:
-            yield Path(folder)
-        finally:
-            ranks.WORKER, os.environ["PYTHONPATH"] = before
-
-
 # -- cost --------------------------------------------------------------------------------------------------------------
-
-
-class ControllerTime:
-    """Seconds inside the controller, which runs between the steps."""
-
-    def __init__(self, controller: Any) -> None:
-        self.seconds = 0.0
-        for name in ("commands", "on_reports"):
-            setattr(controller, name, self._timed(getattr(controller, name)))
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*arguments, **named)
-            self.seconds += time.perf_counter() - start
-            return result
-
-        return timed
 
 
 def measure_share(options: argparse.Namespace) -> Report:
     report: Report = {}
     rng = random.Random(0)
-    with watched_workers() as folder, engines(options.model, QUIET) as (llm,):
-        controller = ControllerTime(llm.engine.balancer)
+    with watched_workers("eplb_worker") as folder, engines(options.model, QUIET) as (llm,):
+        controller = Stopwatch()  # the controller runs between the steps
+        for name in ("commands", "on_reports"):
+            setattr(llm.engine.balancer, name, controller.around(getattr(llm.engine.balancer, name)))
         for batch, goal in ((32, 0.01), (1, 0.03)):
             decode_steps(llm, prompts_of(llm, rng, batch, 32), 16, lambda: None)
-            read_lines(folder)
-            controller.seconds = 0.0
+            read_lines(folder, NUM_RANKS)
+            controller.take()
             steps = decode_steps(llm, prompts_of(llm, rng, batch, 32), options.steps, lambda: None)
-            by_rank = [[line for line in lines if "step_s" in line] for lines in read_lines(folder)]
-            report[f"batch {batch}"] = {"goal": goal, **share_of_steps(by_rank, controller.seconds, steps)}
+            by_rank = [[line for line in lines if "step_s" in line] for lines in read_lines(folder, NUM_RANKS)]
+            report[f"batch {batch}"] = {"goal": goal, **share_of_steps(by_rank, controller.take(), steps)}
     return report
 
 
@@ -214,7 +174,7 @@ def measure_moving(options: argparse.Namespace) -> Report:
     redundant = {"num_redundant_experts": options.redundant}
     steps: dict[str, list[float]] = {"rest": [], "moving": []}
     with (
-        watched_workers() as folder,
+        watched_workers("eplb_worker") as folder,
         engines(options.model, {**AT_REST, **redundant}, {**MOVING, **redundant}) as sides,
     ):
         rest, moving = sides
@@ -228,7 +188,9 @@ def measure_moving(options: argparse.Namespace) -> Report:
             show(f"{len(steps['moving'])} of {options.steps} steps")
         stats = moving.eplb_stats()
         num_layers = moving.engine.balancer.placement.num_layers  # type: ignore[attr-defined]
-        commits = [1e3 * line["commit_s"] for lines in read_lines(folder) for line in lines if "commit_s" in line]
+        commits = [
+            1e3 * line["commit_s"] for lines in read_lines(folder, NUM_RANKS) for line in lines if "commit_s" in line
+        ]
     return {
         **compare_steps(steps["rest"], steps["moving"]),
         "rearrangements": stats["rearrangements"],
@@ -276,7 +238,7 @@ def measure_memory(options: argparse.Namespace) -> Report:
     }
     for side, eplb in (("off", None), ("on", moved)):
         before = children()
-        with watched_workers(), engines(options.model, eplb, kv_cache_memory_bytes="64MiB") as (llm,):
+        with watched_workers("eplb_worker"), engines(options.model, eplb, kv_cache_memory_bytes="64MiB") as (llm,):
             workers = children() - before
             decode_steps(llm, prompts_of(llm, rng, 8, 64), 16, _nothing)
             if eplb is not None:

@@ -1,47 +1,22 @@
 """A worker process that writes down what balancing took of each step; started by benchmarks/eplb.py.
 
-One JSON line per step with a forward in the folder that TRIMTAB_STEP_TIMES names, in a file per rank; a commit has a
-line of its own.
+One line per step with a forward (see step_lines.py); a commit has a line of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TextIO
 
-from timed_worker import FOLDER_VARIABLE
+from step_lines import Stopwatch, open_lines
 
 from trimtab.engine.executor.worker import Worker
 from trimtab.engine.executor.worker_loop import serve
 from trimtab.observability.progress import Progress
 from trimtab.plan import StepPlan
-
-
-class Stopwatch:
-    """Seconds inside the calls that it was wrapped around."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*arguments, **named)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return timed
-
-    def take(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
 
 
 class WatchedRunner:
@@ -95,9 +70,7 @@ def build(rank: int, setup: bytes, progress: Progress) -> Worker:
 
     worker = build_in_process(rank, setup, progress)
     ctypes.CDLL(None).malloc_trim(0)  # what loading has freed, the allocator keeps: tens of MiB, now more, now less
-    # One file per rank and engine: sides of a benchmark run in one folder.
-    path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}"
-    worker.runner = WatchedRunner(worker.runner, path.open("a"))
+    worker.runner = WatchedRunner(worker.runner, open_lines(rank))
     return worker
 
 

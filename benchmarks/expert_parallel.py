@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from timed_worker import FOLDER_VARIABLE
+from step_lines import read_lines, watched_workers
 
-from trimtab import LLM, SamplingParams, ranks
+from trimtab import LLM, SamplingParams
 
 DECODE_GOAL, PREFILL_GOAL, EXCHANGE_GOAL = 0.88, 0.92, 0.08
 PROMPT_TOKENS, PREFILL_TOKENS = 32, 512
@@ -64,16 +62,6 @@ def decode_rate(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
 
 def prefill_rate(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
     return sum(map(len, prompts)) / seconds(llm, prompts, 1)
-
-
-def read_steps(folder: Path, num_ranks: int) -> Steps:
-    """What the ranks wrote since the last call."""
-    steps = []
-    for rank in range(num_ranks):
-        file = folder / f"rank-{rank}"
-        steps.append([json.loads(line) for line in file.read_text().splitlines()])
-        os.truncate(file, 0)  # opened for appending: the next line begins the file
-    return steps
 
 
 def time_table(steps: Steps) -> list[dict[str, float]]:
@@ -118,7 +106,7 @@ def measure(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[st
             ("prefill", prefill_rate, 2 * arguments.ranks, PREFILL_TOKENS, PREFILL_GOAL),
         ]
         for what, rate, count, length, goal in cases:
-            read_steps(folder, arguments.ranks)
+            read_lines(folder, arguments.ranks)
             rates: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(arguments.reps):
                 batch = prompts(count, length)
@@ -127,7 +115,7 @@ def measure(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[st
             ratios = [ours / theirs for ours, theirs in zip(rates["ranks"], rates["threads"], strict=True)]
             steps = [
                 [line for line in lines if line["tokens"] and line["is_decode"] == (what == "decode")]
-                for lines in read_steps(folder, arguments.ranks)
+                for lines in read_lines(folder, arguments.ranks)
             ]
             table = time_table(steps)
             report[what] = {side: statistics.median(values) for side, values in rates.items()}
@@ -157,15 +145,11 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print the report as JSON too")
     arguments = parser.parse_args()
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), here]))
-    ranks.WORKER = "timed_worker"
     machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     reports = []
     for model in arguments.models:
-        with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
-            os.environ[FOLDER_VARIABLE] = folder
-            reports.append(measure(model, arguments, Path(folder)))
+        with watched_workers("timed_worker") as folder:
+            reports.append(measure(model, arguments, folder))
     if arguments.json:
         print(json.dumps({**machine, "date": time.strftime("%Y-%m-%d"), "reports": reports}, indent=1))
 

@@ -1,24 +1,22 @@
 """A worker process that writes down where the time of each step went; started by benchmarks/expert_parallel.py.
 
-One JSON line per step in the folder that TRIMTAB_STEP_TIMES names, in a file per rank.
+One line per step: see step_lines.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any, TextIO
+
+from step_lines import open_lines
 
 from trimtab.engine.executor.worker import Worker
 from trimtab.engine.executor.worker_loop import serve
 from trimtab.observability.progress import Progress
 from trimtab.plan import PendingOutput, StepOutput, StepPlan
-
-FOLDER_VARIABLE = "TRIMTAB_STEP_TIMES"
 
 
 class TimedRunner:
@@ -70,7 +68,7 @@ def build(rank: int, setup: bytes, progress: Progress) -> Worker:
     from trimtab.ranks import build_in_process
 
     worker = build_in_process(rank, setup, progress)
-    worker.runner = TimedRunner(worker.runner, (Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}").open("a"))
+    worker.runner = TimedRunner(worker.runner, open_lines(rank))
     return worker
 
 

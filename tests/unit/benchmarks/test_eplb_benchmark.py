@@ -12,7 +12,7 @@ from trimtab.experts.load import ExpertLoad
 from trimtab.experts.placement import Placement, Topology
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-NAMES = ("eplb", "eplb_policies", "timed_worker")
+NAMES = ("eplb", "eplb_policies", "step_lines")
 
 
 @pytest.fixture
