@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cli.figure import FAINT, INK, PAPER
+from trimtab.cli.figure import FAINT, INK, save_drawing
 
 if TYPE_CHECKING:
     from trimtab.cli.bench_eplb import Round
@@ -19,18 +19,7 @@ _MARK = "#c8553d"
 
 def save_eplb_figure(rounds: Sequence[Round], path: Path, *, model: str) -> Path:
     """Writes the picture to `path` (its folder is made). Returns `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK}
-    with plt.rc_context({**style, "xtick.color": FAINT, "ytick.color": FAINT}):
-        figure = _draw(plt, rounds, model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160, facecolor=PAPER)
-        plt.close(figure)
-    return path
+    return save_drawing(lambda plt: _draw(plt, rounds, model), path)
 
 
 def _draw(plt: Any, rounds: Sequence[Round], model: str) -> Any:

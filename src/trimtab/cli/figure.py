@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ from trimtab.cli.pictures import Counts, check_counts, full_share_of, routing_di
 INK, FAINT, PAPER = "#1f2430", "#6b7280", "#ffffff"
 
 
-def save_figure(counts: Counts, path: Path, *, model: str) -> Path:
-    """Writes the picture to `path` (its folder is made). Returns `path`."""
-    check_counts(counts)
+def save_drawing(draw: Callable[[Any], Any], path: Path) -> Path:
+    """Writes the figure that `draw(pyplot)` makes to `path` (its folder is made), in the house's type and colours."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,11 +22,17 @@ def save_figure(counts: Counts, path: Path, *, model: str) -> Path:
 
     style: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK}
     with plt.rc_context({**style, "xtick.color": FAINT, "ytick.color": FAINT}):
-        figure = _draw(plt, counts, model)
+        figure = draw(plt)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, facecolor=PAPER)
         plt.close(figure)
     return path
+
+
+def save_figure(counts: Counts, path: Path, *, model: str) -> Path:
+    """Writes the picture to `path` (its folder is made). Returns `path`."""
+    check_counts(counts)
+    return save_drawing(lambda plt: _draw(plt, counts, model), path)
 
 
 def _draw(plt: Any, counts: Counts, model: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trimtab.cli.figure import FAINT, INK, PAPER
+from trimtab.cli.figure import FAINT, INK, PAPER, save_drawing
 
 if TYPE_CHECKING:
     from trimtab.replay.routes import Routes
@@ -22,18 +22,7 @@ def save_routes_figure(routes: Routes, path: Path, *, start: int = 0, num_tokens
     rows = routes.experts[start : start + num_tokens]
     if not len(rows):
         raise ValueError(f"{routes.label} has no row of routed experts to draw")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK}
-    with plt.rc_context({**style, "xtick.color": FAINT, "ytick.color": FAINT}):
-        figure = _draw(plt, routes, rows, start)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160, facecolor=PAPER)
-        plt.close(figure)
-    return path
+    return save_drawing(lambda plt: _draw(plt, routes, rows, start), path)
 
 
 def _draw(plt: Any, routes: Routes, rows: np.ndarray, start: int) -> Any:
