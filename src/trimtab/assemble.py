@@ -76,7 +76,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
     dispatch = plan_dispatch(config, spec)
     movement = plan_movement(config, spec, placement, dispatch)
     tokenizer = load_tokenizer(path)
-    staging_bytes = 0 if movement is None else movement.shared_bytes + config.num_ranks * movement.rank_bytes
+    staging_bytes = 0 if movement is None else movement.num_bytes
     available_bytes = memory().available_bytes - dispatch.shared_bytes - staging_bytes
     kv_cache, max_model_len = plan_kv_cache(config, spec, available_bytes, rank_weight_bytes(spec, placement))
     routed_experts = plan_routed_experts(config, spec, kv_cache)
@@ -112,20 +112,27 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         routed_experts=routed_experts,
     )
     clock.lap("build")
-    held = {
-        "weights": config.num_ranks * rank_weight_bytes(spec, placement),
-        "kv_cache": sum(facts["kv_cache_bytes"] for facts in ranks.facts),
-    }
-    if routed_experts is not None:
-        captured = sum(facts["routed_experts_bytes"] for facts in ranks.facts)
-        held["routed_experts"] = captured + sum(rank.row_store.num_bytes for rank in engine.scheduler.ranks)
-    if placement is not None and placement.topology.num_redundant:
-        held["redundant_experts"] = held["weights"] - config.num_ranks * rank_weight_bytes(spec, placement, spare=False)
-    if movement is not None:
-        held["staging"] = staging_bytes
+    held = held_bytes(setup, spec, ranks.facts, engine)
     return Parts(
         engine, ranks.models, ranks.workers, spec, tokenizer, held, ranks.facts, clock.laps, max_model_len, events
     )
+
+
+def held_bytes(setup: RankSetup, spec: ModelSpec, facts: list[dict[str, int]], engine: Engine) -> dict[str, int]:
+    """Memory by what it is for, over all ranks; "redundant_experts" are part of "weights"."""
+    num_ranks, placement = setup.config.num_ranks, setup.placement
+    held = {
+        "weights": num_ranks * rank_weight_bytes(spec, placement),
+        "kv_cache": sum(rank["kv_cache_bytes"] for rank in facts),
+    }
+    if setup.config.enable_return_routed_experts:
+        captured = sum(rank["routed_experts_bytes"] for rank in facts)
+        held["routed_experts"] = captured + sum(rank.row_store.num_bytes for rank in engine.scheduler.ranks)
+    if placement is not None and placement.topology.num_redundant:
+        held["redundant_experts"] = held["weights"] - num_ranks * rank_weight_bytes(spec, placement, spare=False)
+    if setup.movement is not None:
+        held["staging"] = setup.movement.num_bytes
+    return held
 
 
 def plan_placement(config: EngineConfig, spec: ModelSpec) -> Placement | None:

@@ -54,6 +54,11 @@ class MovementPlan:
             return memory_nbytes(sizes)
         return sizes.staging_nbytes + sizes.row_nbytes if self.communicator == "torch_gloo" else 0
 
+    @property
+    def num_bytes(self) -> int:
+        """All of it, over all ranks."""
+        return self.shared_bytes + self.num_ranks * self.rank_bytes
+
 
 def choose_communicator(
     *, num_ranks: int, slots_per_rank: int, slot_nbytes: int, communicator: str | None = None, timeout_s: float
