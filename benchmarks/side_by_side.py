@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,8 +87,8 @@ def tokens_per_s(run: Run, prompts: list[list[int]], new_tokens: int) -> float:
     return len(prompts) * (new_tokens - 1) / (run(prompts, new_tokens) - prefill_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What to run, for `compare`."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--prefills", default="1,4", help="prompts of 512 tokens")
@@ -96,10 +97,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
 
-    sides = {"trimtab": trimtab_run(args.model, args.dtype), "transformers": transformers_run(args.model, args.dtype)}
+
+def compare(sides: dict[str, Run], args: argparse.Namespace) -> None:
+    """Prints rates of two sides that take turns, and the first one's ratio to the second."""
     vocab_size = min(json.loads((args.model / "config.json").read_text())["vocab_size"], 8000)
     rng = random.Random(0)
     for run in sides.values():
@@ -107,7 +108,8 @@ def main() -> None:
 
     cases = [(f"prefill {n}x512", n, 512, 1) for n in map(int, args.prefills.split(","))]
     cases += [(f"decode b={n}", n, 32, args.new_tokens) for n in map(int, args.batches.split(","))]
-    rows = []
+    ours, theirs = sides
+    rows: list[dict[str, Any]] = []
     for what, count, length, new_tokens in cases:
         rates: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(args.reps):
@@ -115,12 +117,11 @@ def main() -> None:
             for side, run in sides.items():
                 rates[side].append(tokens_per_s(run, prompts, new_tokens))
         medians = {side: statistics.median(values) for side, values in rates.items()}
-        rows.append({"what": what, **medians, "ratio": medians["trimtab"] / medians["transformers"]})
+        rows.append({"what": what, **medians, "ratio": medians[ours] / medians[theirs]})
         if not args.json:
-            row = rows[-1]
             print(
-                f"{what:>15}: trimtab {row['trimtab']:8.1f} tok/s, transformers {row['transformers']:8.1f} tok/s, "
-                f"ratio {row['ratio']:.2f}",
+                f"{what:>15}: {ours} {medians[ours]:8.1f} tok/s, {theirs} {medians[theirs]:8.1f} tok/s, "
+                f"ratio {rows[-1]['ratio']:.2f}",
                 flush=True,
             )
     if args.json:
@@ -134,6 +135,16 @@ def main() -> None:
             "rows": rows,
         }
         print(json.dumps(report, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    compare(
+        {"trimtab": trimtab_run(args.model, args.dtype), "transformers": transformers_run(args.model, args.dtype)}, args
+    )
 
 
 if __name__ == "__main__":
