@@ -1,6 +1,6 @@
 """Experts over two ranks of one thread against one rank of two threads, taking turns; and where the ranks' time goes.
 
-    python benchmarks/expert_parallel.py MODEL_DIR [MODEL_DIR ...] [--ranks 2] [--batch 32] [--reps 5] [--json]
+    python benchmarks/expert_parallel.py MODEL_DIR [MODEL_DIR ...] [--ranks 2] [--batch 32] [--balanced] [--json]
 
 Both sides serve the same random prompts in bfloat16, greedy, no prefix caching: the ranks as processes that share the
 batch, the one rank in this process. Sides alternate within each measurement; only ratios count, and only on an
@@ -20,10 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from side_by_side import random_prompts
 from step_lines import read_lines, watched_workers
 
 from trimtab import LLM, SamplingParams
+from trimtab.experts.control.gain import balancedness
+from trimtab.experts.control.policy.base import PolicySettings
+from trimtab.experts.control.policy.registry import make_policy
+from trimtab.experts.load import ExpertLoad
+from trimtab.experts.placement import Placement, Topology
+from trimtab.experts.placement_file import write_placement
 
 DECODE_GOAL, PREFILL_GOAL, EXCHANGE_GOAL = 0.88, 0.92, 0.08
 PROMPT_TOKENS, PREFILL_TOKENS = 32, 512
@@ -31,7 +39,31 @@ PARTS = ("experts_s", "exchange_s", "wait_s")
 Steps = list[list[dict[str, Any]]]  # per rank
 
 
-def open_sides(model: Path, num_ranks: int, batch: int) -> dict[str, LLM]:
+def balanced_placement(model: Path, num_ranks: int, vocab_size: int, file: Path) -> str:
+    """Experts over ranks by their load on other random prompts, without replicas, and what is to be had from that."""
+    llm = LLM(
+        str(model), dtype="bfloat16", max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=False,
+        kv_cache_memory_bytes="512MiB", num_threads=num_ranks, enable_return_routed_experts=True,
+    )  # fmt: skip
+    try:
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        prompts = random_prompts(random.Random(1), 4, PREFILL_TOKENS, vocab_size)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    finally:
+        llm.shutdown()
+    config = json.loads((model / "config.json").read_text())
+    topology = Topology(config.get("num_experts") or config["num_local_experts"], num_ranks=num_ranks)
+    rows = np.concatenate([output.outputs[0].routed_experts for output in outputs])  # [tokens, L, K]
+    counts = np.stack([np.bincount(layer.ravel(), minlength=topology.num_experts) for layer in rows.swapaxes(0, 1)])
+    load, start = ExpertLoad(counts, num_steps=1), Placement.initial(topology, len(counts))
+    placement = make_policy("default", PolicySettings()).rebalance(load, start)
+    write_placement(placement, file)
+    before, after = (float(np.mean(1 / balancedness(load, p))) for p in (start, placement))
+    print(f"{model.name}: most loaded rank over the mean one, mean of layers: {before:.3f} -> {after:.3f}")
+    return str(file)
+
+
+def open_sides(model: Path, num_ranks: int, batch: int, placement: str | None) -> dict[str, LLM]:
     """One process after the other: the first side's weights are read twice from a warm page cache."""
     options: dict[str, Any] = {
         "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": batch, "enable_prefix_caching": False,
@@ -39,7 +71,7 @@ def open_sides(model: Path, num_ranks: int, batch: int) -> dict[str, LLM]:
     }  # fmt: skip
     ranked = LLM(
         str(model), **options, max_num_batched_tokens=1024, data_parallel_size=num_ranks, enable_expert_parallel=True,
-        distributed_executor_backend="mp", num_threads=1,
+        distributed_executor_backend="mp", num_threads=1, initial_placement=placement,
     )  # fmt: skip
     single = LLM(str(model), **options, max_num_batched_tokens=1024 * num_ranks, num_threads=num_ranks)
     return {"ranks": ranked, "threads": single}
@@ -91,15 +123,14 @@ def print_table(what: str, rows: list[dict[str, float]]) -> None:
 def measure(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vocab_size = min(json.loads((model / "config.json").read_text())["vocab_size"], 8000)
     rng = random.Random(0)
-
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return [[rng.randrange(5, vocab_size) for _ in range(length)] for _ in range(count)]
-
-    report: dict[str, Any] = {"model": model.name}
-    sides = open_sides(model, arguments.ranks, arguments.batch)
+    report: dict[str, Any] = {"model": model.name, "balanced": arguments.balanced}
+    placement = None
+    if arguments.balanced:
+        placement = balanced_placement(model, arguments.ranks, vocab_size, folder / "placement.json")
+    sides = open_sides(model, arguments.ranks, arguments.batch, placement)
     try:
         for llm in sides.values():
-            seconds(llm, prompts(4, 40), 3)
+            seconds(llm, random_prompts(rng, 4, 40, vocab_size), 3)
         print(f"{model.name}: {arguments.ranks} ranks x 1 thread against 1 rank x {arguments.ranks} threads")
         cases: list[tuple[str, Callable[..., float], int, int, float]] = [
             ("decode", decode_rate, arguments.batch, PROMPT_TOKENS, DECODE_GOAL),
@@ -109,7 +140,7 @@ def measure(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[st
             read_lines(folder, arguments.ranks)
             rates: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(arguments.reps):
-                batch = prompts(count, length)
+                batch = random_prompts(rng, count, length, vocab_size)
                 for side, llm in sides.items():
                     rates[side].append(rate(llm, batch, arguments.new_tokens))
             ratios = [ours / theirs for ours, theirs in zip(rates["ranks"], rates["threads"], strict=True)]
@@ -143,6 +174,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="requests decoded together, over all ranks")
     parser.add_argument("--new-tokens", type=int, default=25)
     parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument(
+        "--balanced",
+        action="store_true",
+        help="place experts by their load first, so that ranks wait for each other less",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON too")
     arguments = parser.parse_args()
     machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
