@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.data.dispatch.base import RankPlace
-from trimtab.experts.data.map_and_record import map_and_record
+from trimtab.experts.data.map_and_record import NativeLookUp, map_and_record
 from trimtab.experts.data.routing_table import RoutingTable
 from trimtab.experts.placement import IntArray, Placement
+from trimtab.kernels.native.library import native_kernels
 
 
 class RecordedLayer(Protocol):
@@ -31,7 +32,7 @@ class RecordedLayer(Protocol):
 class SlotLoadRecorder:
     """Counts, in slot ids, the pairs of the tokens that this rank owns.
 
-    1. `attach` once: the layers look up and count in one operation from then on. 2. `begin_step` before each forward.
+    1. `attach` once: the layers look up and count in one act from then on. 2. `begin_step` before each forward.
     3. `fold` under the placement that was in force since the last fold: before a layer's placement changes, and when
     the load is reported. Nothing counts before the first step: a forward that only warms up is no load (B26).
 
@@ -45,11 +46,18 @@ class SlotLoadRecorder:
         self.counted = torch.zeros(1, dtype=torch.int64, device=device)
         self.first_position = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def attach(self, layers: Sequence[RecordedLayer]) -> None:
-        """`layers` by ordinal."""
+    def attach(self, layers: Sequence[RecordedLayer], *, traced: bool = False) -> None:
+        """`layers` by ordinal. `traced`: their forward will be traced or compiled, and gets the registered operation,
+        which a graph can hold; else, on a CPU with a native core, they call that core at once."""
         assert len(layers) == len(self.counts), f"{len(layers)} layers given, {len(self.counts)} have a placement"
+        core = None if traced or self.counts.device.type != "cpu" else native_kernels().core
         for layer, counts in zip(layers, self.counts.unbind(), strict=True):
-            layer.look_up = RecordingLookUp(layer.routing_table.slots, counts, self)
+            slots = layer.routing_table.slots
+            if core is None:
+                layer.look_up = TracedLookUp(slots, counts, self)
+            else:
+                look_up = NativeLookUp(core, slots, self.first_position, counts, self.counted)
+                layer.look_up = RecordingLookUp(look_up, self.place)
 
     def begin_step(self, counted: bool) -> None:
         """Whether the forward that follows is counted. All ranks, each forward: ranks that share tokens must start at
@@ -72,6 +80,21 @@ class SlotLoadRecorder:
 
 class RecordingLookUp:
     """One layer's `look_up`: expert_ids [T, K] -> slot ids [T, K], counted on the way."""
+
+    __slots__ = ("_look_up", "_member", "_num_sharing")
+
+    def __init__(self, look_up: NativeLookUp, place: RankPlace) -> None:
+        self._look_up = look_up
+        self._member, self._num_sharing = place.rank % place.num_sharing, place.num_sharing
+
+    def __call__(self, expert_ids: Tensor) -> Tensor:
+        # As RankPlace.share, written out: a slice and two calls more are a tenth of this.
+        num_tokens, member, num_sharing = len(expert_ids), self._member, self._num_sharing
+        return self._look_up(expert_ids, num_tokens * member // num_sharing, num_tokens * (member + 1) // num_sharing)
+
+
+class TracedLookUp:
+    """The same by the registered operation, for networks that are traced or compiled, and for other devices."""
 
     def __init__(self, slots: Tensor, counts: Tensor, recorder: SlotLoadRecorder) -> None:
         self._slots = slots

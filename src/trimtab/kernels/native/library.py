@@ -101,7 +101,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "trimtab_attention_block_size_allowed": (_INT, [_LONG]),
     "trimtab_attention": (_INT, [_INT, _POINTER]),
     "trimtab_rms_norm": (None, [_INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT]),
-    "trimtab_map_and_record": (_INT, [*[_POINTER] * 2, _LONG, _LONG, *[_POINTER] * 3, *[_LONG] * 4, _POINTER]),
+    "trimtab_look_up": (_INT, [_POINTER, _POINTER, *[_LONG] * 4, _POINTER]),
     "trimtab_copy_past_caches": (None, [_POINTER, _POINTER, _LONG]),
     "trimtab_write_pages": (None, [_POINTER]),
     "trimtab_advise_huge_pages": (None, [_POINTER, _LONG]),

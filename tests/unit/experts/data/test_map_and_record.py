@@ -17,13 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab.experts.data import map_and_record as module
 from trimtab.experts.data.dispatch.base import RankPlace
 from trimtab.experts.data.load_recorder import SlotLoadRecorder
-from trimtab.experts.data.map_and_record import map_and_record, map_and_record_reference
+from trimtab.experts.data.map_and_record import NativeLookUp, map_and_record, map_and_record_reference
 from trimtab.experts.data.routing_table import RoutingTable
 from trimtab.experts.placement import Placement, Topology
 from trimtab.kernels.native.library import NativeKernels, native_kernels
 
-IMPLEMENTATIONS = [map_and_record, map_and_record_reference]
-every_implementation = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=["op", "reference"])
+
+def native(expert_ids: Tensor, slots: Tensor, first: Tensor, counts: Tensor, counted: Tensor, *owned: int) -> Tensor:
+    """What a layer calls whose forward nothing traces."""
+    if (core := native_kernels().core) is None:
+        pytest.skip("no native core here: layers call the operation")
+    return NativeLookUp(core, slots, first, counts, counted)(expert_ids, *owned)
+
+
+IMPLEMENTATIONS = [map_and_record, map_and_record_reference, native]
+every_implementation = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=["op", "reference", "native"])
 SLOTS = torch.tensor([[0, 0], [1, 3], [2, 2]])  # expert 1 lives in slots 1 and 3
 
 
@@ -92,8 +100,10 @@ def test_the_operation_equals_its_reference_bit_for_bit() -> None:
     for call in range(300):
         arguments = random_call(generator)
         others = (*arguments[:3], arguments[3].clone(), *arguments[4:])
-        assert torch.equal(map_and_record(*arguments), map_and_record_reference(*others)), (seed, call)
-        assert torch.equal(arguments[3], others[3]), (seed, call)
+        direct = (*arguments[:3], arguments[3].clone(), *arguments[4:])
+        expected = map_and_record_reference(*others)
+        assert torch.equal(map_and_record(*arguments), expected) and torch.equal(arguments[3], others[3]), (seed, call)
+        assert torch.equal(native(*direct), expected) and torch.equal(direct[3], others[3]), (seed, call)
 
 
 def test_without_a_native_core_the_operation_is_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +120,13 @@ def test_rule_04_opcheck_passes() -> None:
         torch.library.opcheck(map_and_record, random_call(generator))
 
 
-def layer_story(recorder: SlotLoadRecorder, table: RoutingTable) -> Callable[[Tensor], Tensor]:
+def layer_story(recorder: SlotLoadRecorder, table: RoutingTable, *, traced: bool = True) -> Callable[[Tensor], Tensor]:
     class Layer:
         routing_table = table
         look_up: Callable[[Tensor], Tensor] = table.look_up
 
     layer = Layer()
-    recorder.attach([layer])
+    recorder.attach([layer], traced=traced)
     look_up = layer.look_up
     return lambda ids: look_up(ids) * 2
 
@@ -196,12 +206,52 @@ def test_rule_14_the_hot_path_waits_for_no_data() -> None:
     assert len(lists[0]) > 5, "operations were seen"
 
 
-def test_rule_14_a_recorded_look_up_is_one_operation() -> None:
+@pytest.mark.parametrize(("traced", "expected"), [(True, "trimtab.map_and_record"), (False, "aten.empty_like")])
+def test_rule_14_a_recorded_look_up_is_one_operation(traced: bool, expected: str) -> None:
+    """Untraced it is no operation of torch's at all, but for the memory of its result."""
     placement = Placement(Topology(2, 1), [[0, 1, 0]])
     recorder = SlotLoadRecorder(placement, RankPlace(1, 4, 2))
-    look_up = layer_story(recorder, RoutingTable(placement, 0))
+    look_up = layer_story(recorder, RoutingTable(placement, 0), traced=traced)
     ids = torch.tensor([[0, 1], [1, -1]])
+    if not traced and native_kernels().core is None:
+        pytest.skip("no native core here: layers call the operation")
     with Operations() as operations:
         look_up(ids)
-    assert operations.names[0] == "trimtab.map_and_record.default"
+    assert operations.names[0] == f"{expected}.default"
     assert len(operations.names) == 2, "and the story's own multiplication"
+
+
+@pytest.mark.parametrize("place", [RankPlace(rank, 4, sharing) for rank in range(4) for sharing in (1, 2, 4)], ids=str)
+def test_rule_04_traced_and_untraced_layers_look_up_and_count_the_same(place: RankPlace) -> None:
+    placement = Placement(Topology(5, 3, 4), [[0, 1, 2, 3, 4, 0, 0, 2]])
+    found = []
+    for traced in (True, False):
+        recorder = SlotLoadRecorder(placement, place)
+        story = layer_story(recorder, RoutingTable(placement, 0), traced=traced)
+        generator = np.random.default_rng(place.rank)
+        rows = []
+        for num_tokens in (0, 1, 2, 3, 7, 32):
+            recorder.begin_step(num_tokens != 3)
+            rows.append(story(torch.from_numpy(generator.integers(-1, 5, (num_tokens, 2)))))
+        found.append((torch.cat(rows), recorder.counts))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][1].sum() > 0
+
+
+def test_rule_03_an_untraced_look_up_follows_refreshes_and_outlives_whoever_made_its_tensors() -> None:
+    """It knows addresses: the tensors are written in place and stay where they are, kept by the look-up itself."""
+    topology = Topology(2, 1)
+    placement = Placement(topology, [[0, 1, 0]])
+    table, recorder = RoutingTable(placement, 0), SlotLoadRecorder(placement, RankPlace())
+    story = layer_story(recorder, table, traced=False)
+    ids = torch.tensor([[0, 1], [1, -1]])
+    for slots in ([1, 0, 1], [0, 0, 1], [1, 1, 0]):
+        table.refresh(Placement(topology, [slots]), 0)
+        recorder.begin_step(True)
+        live = torch.tensor([*slots, -1])
+        assert torch.equal(live[(story(ids) // 2).clamp(min=-1)], ids)
+        assert recorder.fold(Placement(topology, [slots])).tolist() == [[1, 2]]
+    held = table.slots.clone()
+    del table, recorder
+    others = [torch.full((2, held.shape[1]), 77) for _ in range(100)]  # what was freed would be handed out again
+    assert set((story(ids) // 2).flatten().tolist()) <= {-1, 0, 1, 2}, len(others)
