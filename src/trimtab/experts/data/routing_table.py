@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,15 +32,26 @@ class RoutingTable:
         self.token_group = token_group
         self.slots = torch.empty(topology.num_experts, self.period, dtype=torch.int64)
         self._identity = False
+        self._numbers = np.arange(topology.num_slots)[:, None]
         self.refresh(placement, layer)
 
     def refresh(self, placement: Placement, layer: int) -> None:
         """Rewrites the table for this placement. Called on: the runner's thread, between forwards."""
         self._identity = placement.is_identity(layer)
-        table = spread(
-            placement.slot_to_expert[layer], placement.shares[layer], placement.topology.num_experts, self.period
-        )
-        self.slots.copy_(torch.from_numpy(np.roll(table, -self.token_group, axis=1)))
+        experts, rows = placement.slot_to_expert[layer], self.slots.numpy()
+        rows[experts] = self._numbers  # all that is needed of an expert with one slot
+        if placement.topology.num_redundant:
+            self._spread_replicas(rows, experts, placement.shares[layer])
+
+    def _spread_replicas(self, rows: IntArray, experts: IntArray, shares: IntArray) -> None:
+        """experts [P], shares [P] -> rows [E, period] of the experts that have several slots."""
+        slots_of: dict[int, list[int]] = {}
+        for slot, expert in enumerate(experts.tolist()):
+            slots_of.setdefault(expert, []).append(slot)
+        for expert, slots in slots_of.items():
+            if len(slots) > 1:
+                order = interleave(tuple(shares[slots].tolist()), self.period, self.token_group % self.period)
+                rows[expert] = np.array(slots)[order]
 
     def look_up(self, expert_ids: Tensor) -> Tensor:
         """expert_ids [T, K] -> slot ids [T, K]; -1 stays -1."""
@@ -49,31 +62,20 @@ class RoutingTable:
         return self.slots[expert_ids, positions].masked_fill_(expert_ids < 0, -1)
 
 
-def spread(slot_to_expert: IntArray, shares: IntArray, num_experts: int, period: int) -> IntArray:
-    """slot_to_expert [P], shares [P] -> [E, period]: each row an even interleaving of its expert's replicas.
+@functools.lru_cache(maxsize=1024)  # few shares are in use, and a refresh lies between two forwards
+def interleave(shares: tuple[int, ...], period: int, first: int) -> IntArray:
+    """An expert's replicas, by their number, in even interleaving: [period], of which entry `first` comes first.
 
     A replica has `period * share / sum of shares` entries, rounded down or up; what rounding down leaves goes to the
-    largest remainders, to the lower slot where they are equal.
+    largest remainders, to the lower number where they are equal.
     """
-    num_replicas = np.bincount(slot_to_expert, minlength=num_experts)
-    table = np.empty((num_experts, period), dtype=np.int64)
-    table[slot_to_expert] = np.arange(len(slot_to_expert))[:, None]  # all that is needed of an expert with one slot
-    slots = np.flatnonzero(num_replicas[slot_to_expert] > 1)
-    if not slots.size:
-        return table
-    experts = slot_to_expert[slots]
-    totals = np.bincount(experts, weights=shares[slots], minlength=num_experts).astype(np.int64)[experts]
-    num_entries, remainders = np.divmod(period * shares[slots], totals)
-    left = period - np.bincount(experts, weights=num_entries, minlength=num_experts).astype(np.int64)
-    by_remainder = np.lexsort((slots, -remainders, experts))
-    sorted_experts = experts[by_remainder]
-    place = np.arange(slots.size) - np.searchsorted(sorted_experts, sorted_experts)  # within its expert
-    num_entries[by_remainder] += place < left[sorted_experts]
-
-    entries = np.repeat(slots, num_entries)
-    counts = np.repeat(num_entries, num_entries)
-    nth = np.arange(entries.size) - np.repeat(np.cumsum(num_entries) - num_entries, num_entries)
+    total = sum(shares)
+    counts = [period * share // total for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda replica: -(period * shares[replica] % total))
+    for replica in by_remainder[: period - sum(counts)]:
+        counts[replica] += 1
     # The n-th of c entries lies in the middle of the n-th of c equal parts of the period.
-    order = np.lexsort((entries, (2 * nth + 1) / counts, slot_to_expert[entries]))
-    table[np.flatnonzero(num_replicas > 1)] = entries[order].reshape(-1, period)
-    return table
+    places = sorted(((2 * nth + 1) / count, replica) for replica, count in enumerate(counts) for nth in range(count))
+    order = np.roll([replica for _, replica in places], -first)
+    order.setflags(write=False)
+    return order
