@@ -12,6 +12,7 @@ from trimtab.assemble import Parts, assemble, read_generation_config
 from trimtab.config import config_from_options
 from trimtab.engine.engine import MixedWeightsError
 from trimtab.experts.data.capture import ExpertUsage
+from trimtab.models.resolve import resolve_weights
 from trimtab.observability.interrupts import hold_interrupts
 from trimtab.observability.progress import progress_bar, stderr_is_terminal
 from trimtab.outputs import CompletionOutput, RequestOutput
@@ -229,12 +230,13 @@ class LLM:
     def update_weights(self, path: str) -> int:
         """New weights from a checkpoint of the same model, while requests run -> the weights' version, counted from 0.
 
-        All files are checked on all ranks before anything changes: ValueError says what does not fit, and the old
-        weights go on serving. Running requests go on with the new weights, on the keys and values they have; cached
-        prefixes are forgotten. A failure after the first byte raises MixedWeightsError: no request is taken until
-        weights were loaded whole.
+        `path` is a folder of this machine. All files are checked on all ranks before anything changes: ValueError says
+        what does not fit, and the old weights go on serving. Running requests go on with the new weights, on the keys
+        and values they have; cached prefixes are forgotten. A failure after the first byte raises MixedWeightsError: no
+        request is taken until weights were loaded whole.
         """
-        self.engine.request_refit(path, self.config.num_ranks)
+        folder = str(resolve_weights(path))
+        self.engine.request_refit(folder, self.config.num_ranks)
         while (result := self.engine.refit_result) is None:
             self._step()
         if result.is_harmed:

@@ -154,10 +154,18 @@ def test_files_that_do_not_fit_are_refused_and_the_old_weights_serve_on(
     weights.write_bytes(weights.read_bytes()[:-100])
     with LLM(str(old), **LIMITS | DP2 | EPLB) as llm:
         generate(llm)
-        for path in (other, cut, tmp_path / "nowhere"):
+        for path in (other, cut):
             with pytest.raises(ValueError, match=r"cannot be loaded: rank 0: .*the old ones serve on"):
                 llm.update_weights(str(path))
             assert_same(generate(llm), of_old)
+        for name, reason in (
+            (str(tmp_path / "nowhere"), r"path \(.*nowhere\) does not exist; pass a folder with config.json"),
+            ("some/repo", "looks like a Hugging Face id, but only local folders are read: run `hf download some/repo"),
+            (str(weights), "is a file; name the folder that holds it"),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                llm.update_weights(name)
+            assert llm.engine.refit_result is not None and llm.engine.refit_result.problem, "no rank was asked"
         assert llm.engine.weights_version == 0
         Watch(llm).check()
 

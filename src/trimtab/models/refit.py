@@ -189,5 +189,14 @@ def _check_config(architecture: str, loaded: PreTrainedConfig, path: Path) -> No
             )
 
 
-def _relevant(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT and not key.startswith("_")}
+def _relevant(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """What a forward may read, by dotted name: configurations lie inside one another, each with such keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in _WITHOUT_EFFECT or str(key).startswith("_"):
+            continue
+        if isinstance(value, Mapping) and value:
+            found |= _relevant(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

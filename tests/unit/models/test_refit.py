@@ -16,6 +16,7 @@ import torch
 from eager_oracle import random_sequences
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from trimtab.experts.placement import Placement, Topology
 from trimtab.kernels.linear import PackedLinear
@@ -23,7 +24,7 @@ from trimtab.kernels.native.library import Format, native_kernels
 from trimtab.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from trimtab.models.language_model import LanguageModel
 from trimtab.models.loading import load_model
-from trimtab.models.refit import check_weights, refit
+from trimtab.models.refit import _check_config, check_weights, refit
 from trimtab.models.spec import read_spec
 from trimtab.testing.checkpoints import make_tiny_checkpoint, save_shards
 from trimtab.testing.packed import packed_logits
@@ -367,3 +368,16 @@ def test_what_no_forward_reads_may_differ(tmp_path: Path) -> None:
     old, new = two_checkpoints(tmp_path, "qwen3_moe")
     edit_config(new, use_cache=False, transformers_version="4.0.0", router_aux_loss_coef=0.5, dtype="bfloat16")
     assert check_weights(load(old), new) == ""
+
+
+def test_configurations_within_configurations_are_compared_by_the_same_rule(tmp_path: Path) -> None:
+    """DBRX keeps that of its experts apart: there, too, are keys that no forward reads, and others are named."""
+    configs = CONFIG_MAPPING["dbrx"](), CONFIG_MAPPING["dbrx"]()
+    written = configs[1].to_dict()
+    written["ffn_config"] |= {"transformers_version": "4.0.0", "use_cache": False, "dtype": "bfloat16", "_note": 1}
+    (tmp_path / "config.json").write_text(json.dumps(written, default=str))
+    _check_config("DbrxForCausalLM", configs[0], tmp_path)
+    written["ffn_config"] |= {"moe_top_k": 3}
+    (tmp_path / "config.json").write_text(json.dumps(written, default=str))
+    with pytest.raises(ValueError, match=r"^ffn_config\.moe_top_k is 3 in .* and 1 in the loaded model; start anew"):
+        _check_config("DbrxForCausalLM", configs[0], tmp_path)
