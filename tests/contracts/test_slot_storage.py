@@ -7,7 +7,7 @@ A format of its own, defined here alone, joins like the others: nothing in the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from trimtab.experts.placement import Placement, Topology
 from trimtab.experts.ports import PreparedSlot, SlotStorage
 from trimtab.kernels import linear
 from trimtab.kernels.checksum import checksum
-from trimtab.testing.movement import MovingRanks, random_placement
+from trimtab.testing.movement import MovingRanks, fill_slot, random_placement
 
 SEED = 20_261_130
 NUM_SLOTS = 5
@@ -146,8 +146,12 @@ def row_of(kernel: ExpertKernel, slot: int) -> Tensor:
 
 def outputs(kernel: ExpertKernel, num_rows: int = 7) -> list[Tensor]:
     """By slot, the same rows through its expert: fp32 [R, H]."""
+    return outputs_of(kernel, range(kernel.num_slots), num_rows)
+
+
+def outputs_of(kernel: ExpertKernel, slots: Iterable[int], num_rows: int = 7) -> list[Tensor]:
     hidden = torch.randn(num_rows, kernel.shape.hidden_size, generator=torch.Generator().manual_seed(SEED))  # type: ignore[attr-defined]
-    return [kernel.experts(hidden, torch.full((num_rows,), slot)) for slot in range(kernel.num_slots)]
+    return [kernel.experts(hidden, torch.full((num_rows,), slot)) for slot in slots]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -155,11 +159,23 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def move(kernel: ExpertKernel, rows: Mapping[int, Tensor]) -> None:
-    """Every row is prepared before one is installed, and is somebody else's afterwards."""
+    """Every row is prepared before one is installed, and is somebody else's afterwards.
+
+    What a slot computes and gives away is the same as soon as it is installed, on its way home and when it is there.
+    """
     prepared = [(slot, data, kernel.prepare(data)) for slot, data in rows.items()]
-    for slot, data, expert in prepared:
-        kernel.install(slot, expert)
+    loans = [(slot, data, kernel.install(slot, expert)) for slot, data, expert in prepared]
+    installed = {slot: row_of(kernel, slot) for slot in rows}
+    computed = outputs_of(kernel, rows)
+    for slot, data, loan in loans:
+        assert torch.equal(installed[slot], data)
+        if loan is not None:
+            assert loan.copy_home() == checksum(data)
+            assert same(outputs_of(kernel, rows), computed)
+            loan.give_back()
         data.fill_(0xFF)
+    assert same(outputs_of(kernel, rows), computed)
+    assert all(torch.equal(row_of(kernel, slot), row) for slot, row in installed.items())
 
 
 @every_pair
@@ -309,7 +325,7 @@ def test_whole_transactions_move_what_the_kernels_read(pair: StoredBy, tmp_path:
     expected = [outputs(kernel) for kernel in whole]
 
     def load(storage: SlotStorage, layer: int, slot: int, expert: int) -> None:
-        storage.install(slot, storage.prepare(row_of(whole[layer], expert)))
+        fill_slot(storage, slot, row_of(whole[layer], expert))
 
     plan = choose_communicator(
         num_ranks=2, slots_per_rank=3, slot_nbytes=whole[0].slot_nbytes, communicator="shared_memory", timeout_s=30.0

@@ -34,6 +34,7 @@ from trimtab.experts.movement import mover as mover_module
 from trimtab.experts.movement.faults import Point
 from trimtab.experts.movement.mover import BackgroundMover
 from trimtab.experts.movement.verify import SlotMismatchError
+from trimtab.experts.ports import Loan
 from trimtab.outputs import RequestOutput
 from trimtab.testing.checkpoints import make_tiny_checkpoint
 from trimtab.testing.movement import Action, ScriptedFaults, corrupts, never_ready, raises, waits_for
@@ -103,8 +104,8 @@ def test_rule_15_a_mover_that_fails_at_any_point_ends_in_an_abort_and_the_next_i
     checkpoint: Path, expected: list[RequestOutput], communicator: str
 ) -> None:
     """B13: of layer and rank, with the mover's own words; one rank's fault, all ranks at rest. Bytes that arrive
-    damaged or are damaged in staging are faults too."""
-    faults = [(point, raises(f"at {point.value}")) for point in Point]
+    damaged or are damaged in staging are faults too. After the commit there is no way back."""
+    faults = [(point, raises(f"at {point.value}")) for point in Point if point is not Point.HOME]
     faults += [(point, corrupts) for point in (Point.SENT, Point.ARRIVED)]
     with serving(checkpoint, expected, {"communicator": communicator}) as traffic:
         traffic.until_one_more("done")
@@ -171,7 +172,7 @@ class AnswersEarly:
 
     def take(self, layer: int) -> Any:
         prepared = self._mover.take(layer)
-        self._mover.installed(layer)
+        self._mover.installed(layer, {})
         state = self._controller.state
         assert isinstance(state, Committing) and state.commit.layer == layer
         following = state.work.layers[state.work.num_committed + 1 :]
@@ -182,7 +183,7 @@ class AnswersEarly:
             self.num_early += 1
         return prepared
 
-    def installed(self, layer: int) -> None:
+    def installed(self, layer: int, loans: Mapping[int, Loan]) -> None:
         pass
 
     def stage(self, layer: int) -> None:
@@ -204,6 +205,74 @@ def test_rule_08_answering_early_corrupts_and_is_found(checkpoint: Path, expecte
                 rank.mover.check_slots(rank.placement)  # type: ignore[attr-defined]
         with pytest.raises(AssertionError):
             traffic.until(lambda: False, 300)
+
+
+@pytest.mark.parametrize("kind", ["damaged in staging", "the mover dies"])
+def test_an_expert_that_does_not_come_home_right_ends_the_engine(
+    checkpoint: Path, expected: list[RequestOutput], kind: str
+) -> None:
+    """The kernel has read it in staging since the commit: what was computed with it cannot be taken back."""
+    with serving(checkpoint, expected) as traffic:
+        traffic.until_one_more("done")
+        action, words = {
+            "damaged in staging": (corrupts, r"what slot \d+ has read since the commit is not expert \d+ of layer \d"),
+            "the mover dies": (raises("no page left"), "no page left"),
+        }[kind]
+        with fault(traffic.llm, {Point.HOME: action}):
+            while not traffic.failures:
+                traffic.step(may_fail=True)
+        assert len(traffic.failures) == 4
+        for why in traffic.failures:
+            assert re.search(rf"rank 1: .*the mover's thread has ended: {words}", why), why
+        with pytest.raises(EngineDeadError, match="the mover's thread has ended"):
+            traffic.llm.engine.add_request("late", [1, 2])
+
+
+@pytest.mark.parametrize("how", ["serving", "idle", "drain", "refit"])
+def test_experts_that_are_on_their_way_home_hold_up_what_needs_them_there_and_nothing_else(
+    checkpoint: Path, expected: list[RequestOutput], how: str
+) -> None:
+    """Rules 8, 18: requests are served right from staging; the transaction, new weights and an engine's end wait."""
+    with serving(checkpoint, expected) as traffic:
+        llm, go = traffic.llm, threading.Event()
+        traffic.until_one_more("done")
+        with fault(llm, {Point.HOME: waits_for(go)}) as faults:
+            traffic.until(lambda: (Point.HOME, 0) in faults.reached or bool(_reading_staging(llm, 1)))
+            done = traffic.outcome("done")
+            for _ in range(30):
+                traffic.step()
+            assert _reading_staging(llm, 1) and traffic.outcome("done") == done
+            Watch(llm).check()
+            if how == "idle":
+                traffic.finish()
+                assert llm.engine.balancer.wants_step, "an idle engine has to finish it"
+            elif how == "drain":
+                llm.engine.balancer.drain()
+                for _ in range(10):
+                    traffic.step(tops_up=False)
+                assert not llm.engine.balancer.is_at_rest
+            elif how == "refit":
+                llm.engine.balancer.request_refit(str(checkpoint), 1)
+                for _ in range(10):
+                    llm.engine.step()
+                assert llm.engine.balancer.refit_result is None
+            go.set()
+        if how == "serving":
+            expect_recovery(traffic)
+            return
+        while not llm.engine.balancer.is_at_rest:
+            traffic.step(tops_up=False)
+        traffic.finish()
+        assert not any(_reading_staging(llm, rank) for rank in (0, 1))
+        Watch(llm).check()
+        assert how != "refit" or llm.engine.balancer.refit_result.problem == ""
+        assert traffic.num_right and not traffic.failures
+
+
+def _reading_staging(llm: LLM, rank: int) -> list[int]:
+    """Layers of which the rank's kernel reads slots elsewhere than in their own memory."""
+    layers = llm._parts.models[rank].moe_layers
+    return [layer.ordinal for layer in layers if getattr(layer.kernel, "_layer")._redirected]  # noqa: B009
 
 
 @pytest.mark.parametrize("where", ["install", "refresh"])
@@ -228,9 +297,9 @@ def test_rule_07_a_commit_that_fails_on_a_rank_ends_the_engine_and_is_never_answ
         mover = mover_of(traffic.llm, 1)
         answer = mover.installed
 
-        def installed(layer: int) -> None:
+        def installed(layer: int, loans: Mapping[int, Loan]) -> None:
             story.append("answered")
-            answer(layer)
+            answer(layer, loans)
 
         rank.begin_forward = forward  # type: ignore[method-assign]
         mover.installed = installed  # type: ignore[method-assign]

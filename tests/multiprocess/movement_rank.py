@@ -15,7 +15,7 @@ from trimtab.experts.movement.choice import MovementPlan, open_communicator
 from trimtab.experts.movement.mover import BackgroundMover, MovementConfig
 from trimtab.experts.placement import Placement
 from trimtab.kernels.checksum import checksum
-from trimtab.testing.movement import ByteSlots
+from trimtab.testing.movement import ByteSlots, bring_home, install_staged
 
 SLOT_NBYTES = 50_003
 NUM_LAYERS = 2
@@ -52,12 +52,12 @@ class Rank:
         return self.reports()
 
     def commit(self, layer: int) -> list[list[int]]:
-        for slot, prepared in self.mover.take(layer):
-            self.storages[layer].install(slot, prepared)
+        loans = install_staged(self.mover, self.storages[layer], layer)
         rows = self.placement.slot_to_expert.copy()
         rows[layer] = self.new.slot_to_expert[layer]
         self.placement = Placement(self.placement.topology, rows)
-        self.mover.installed(layer)
+        self.mover.installed(layer, loans)
+        assert bring_home(self.mover) == []
         self.mover.check_slots(self.placement)
         return [[checksum(row) for row in storage.slots] for storage in self.storages]
 

@@ -101,7 +101,7 @@ def test_random_placements_between_processes_put_every_byte_in_its_place(communi
                 placement = Placement(topology, rows)
                 for layer, row in enumerate(rows.tolist()):
                     assert held[0][layer] + held[1][layer] == [sums[layer][expert] for expert in row]
-            assert ranks.tell("finish") == [[], []]
+            assert ranks.tell("finish") == [[Quiescent(rank, transaction)] for rank in (0, 1)]
         assert placement == first and num_moves > 20 and num_bytes > 10 * movement_rank.SLOT_NBYTES
         assert ranks.tell("close") == ["closed", "closed"]
         for process in ranks.processes:

@@ -14,6 +14,8 @@ from trimtab.experts.control.transaction import (
     Begin,
     Cancel,
     Committing,
+    Done,
+    Finishing,
     NextStep,
     OpenState,
     Ready,
@@ -36,6 +38,16 @@ class StartsBeforeAllQuiescent(Controller):
         commands = super()._advance(event)
         if isinstance(self.state, Aborting) and self.state.ranks:
             self.state = Aborted(self.state.work.placement, self.state.work.transaction, self.state.reason)
+        return commands
+
+
+class EndsBeforeAllAreHome(Controller):
+    """Believes a transaction over with its last commit: kernels may still read staging."""
+
+    def _advance(self, event: Any) -> list[Command]:
+        commands = super()._advance(event)
+        if isinstance(self.state, Finishing):
+            self.state = Done(self.state.work.placement, self.state.work.transaction)
         return commands
 
 
@@ -124,6 +136,7 @@ class IgnoresDrain(Controller):
 MUTATIONS = {
     "commits before all have staged": Mutation(CommitsBeforeAllStaged),
     "starts before all are quiescent": Mutation(StartsBeforeAllQuiescent),
+    "ends before all experts are home": Mutation(EndsBeforeAllAreHome),
     "overlaps transactions": Mutation(OverlapsTransactions),
     "commits after an abort": Mutation(CommitsAfterAbort),
     "believes any transaction": Mutation(BelievesAnyTransaction),

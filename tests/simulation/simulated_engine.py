@@ -21,13 +21,13 @@ from trimtab.experts.control.controller import Controller, RankProtocolError
 from trimtab.experts.control.transaction import OpenState
 from trimtab.experts.load import ExpertLoad
 from trimtab.experts.placement import Placement, Topology
-from trimtab.experts.ports import Abort, Command, Commit, Plan, Refit, Report, Stage, Staged
+from trimtab.experts.ports import Abort, Command, Commit, Plan, Quiescent, Refit, Report, Stage, Staged
 
 STALL_TIMEOUT_S = 4.0
 SLACK_S = 3.0  # steps in flight, transports and slow aborts, beyond the controller's own deadlines
 MAX_STEPS_TO_REST = 1000
 NUM_EXPERTS = 4
-FAULTS = ("mover_fails", "mover_hangs", "plan_refused", "check_fails", "write_fails", "commit_lost")
+FAULTS = ("mover_fails", "mover_hangs", "home_hangs", "plan_refused", "check_fails", "write_fails", "commit_lost")
 
 
 @dataclass
@@ -126,6 +126,7 @@ class SimulatedEngine:
         self.forwards: list[np.ndarray] = []  # per step with a forward: what all ranks recorded
         self.digests: dict[int, str] = {}  # step -> the placement with which its forward ran
         self.staged: set[tuple[int, int, int]] = set()  # what the controller heard: (transaction, layer, rank)
+        self.resting: set[tuple[int, int]] = set()  # those that were heard to rest: (transaction, rank)
         self.progress_at = 0.0
         self.open_transaction = 0
         self.version = 0
@@ -303,8 +304,14 @@ class SimulatedEngine:
 
     def _before_reports(self, reports: list[Report]) -> None:
         for report in reports:
-            if isinstance(report, Staged):
-                self.staged.add((report.transaction, report.layer, report.rank))
+            if isinstance(report, Staged) and report.transaction == self.open_transaction:
+                key = (report.transaction, report.layer, report.rank)
+                if key not in self.staged:
+                    self.staged.add(key)
+                    self.progress_at = self.clock.now
+            elif isinstance(report, Quiescent) and (report.transaction, report.rank) not in self.resting:
+                self.resting.add((report.transaction, report.rank))
+                self.progress_at = self.clock.now
 
     def _check_same_placement(self, step: int, worker: SimulatedRank) -> None:
         """All ranks compute a step with one placement: layers are committed in the same step on all of them."""
@@ -335,6 +342,8 @@ class SimulatedEngine:
         for rank in self.ranks:
             self._check(rank.placement == controller.placement, "a rank's placement is not the controller's")
             self._check(rank.mover.is_resting and rank.transaction is None, "a mover does not rest")
+            self._check(rank.mover.homecoming is None, "a kernel still reads staging")
+            self.coverage["stages held"] += rank.mover.num_held
             self._check(rank.commits == self.ranks[0].commits, "layers were committed in different steps")
             if not controller.unhealthy_reason:
                 self._check(rank.version == controller.weights_version, "a rank has other weights")

@@ -51,6 +51,7 @@ class Faults:
     duplicate_report: float = 0.0
     stale_report: float = 0.0  # a report of an earlier transaction comes again
     slow_abort_s: float = 0.0
+    home_hangs: float = 0.0  # a committed layer's experts stay in staging until the transaction is aborted
     check_fails: float = 0.0
     write_fails: float = 0.0
     commit_lost: float = 0.0  # breaks the protocol: the engine must end
@@ -69,8 +70,20 @@ class Staging:
     is_said: bool = False
 
 
+@dataclass
+class Homecoming:
+    """Experts of a committed layer that the kernel reads in staging."""
+
+    layer: int
+    is_copied: bool = False
+    hangs: bool = False
+
+
 class SimulatedMover:
-    """One layer at a time in a staging area that is free again only after its answer."""
+    """One layer at a time in a staging area that is free again only after its answer, and after its experts are home.
+
+    `lends` is a property of the storage: without it, installing copies.
+    """
 
     def __init__(
         self, rank: SimulatedRank, clock: Clock, rng: random.Random, open_transport: Callable[[int], Transport]
@@ -78,18 +91,28 @@ class SimulatedMover:
         self.rank, self.clock, self.rng, self.open_transport = rank, clock, rng, open_transport
         self.transaction: int | None = None
         self.staging: Staging | None = None
+        self.lends = rng.random() < 0.7
+        self.homecoming: Homecoming | None = None
+        self.held: LayerDelta | None = None  # ordered while experts are on their way home
+        self.num_held = 0
+        self._is_ending = self._is_aborted = False  # told to finish or to abort
         self.is_resting = True  # no transaction, or an abort came to its end
         self.mailbox: list[Report] = []
         self._generation = 0  # what was started before an abort does not count after it
 
     def begin(self, transaction: int) -> None:
-        if not self.is_resting:
+        if not self.is_resting or self.homecoming:
             raise ViolationError(f"rank {self.rank.rank}: a plan starts and the mover does not rest")
         self.transaction, self.is_resting, self.staging = transaction, False, None
+        self._is_ending = self._is_aborted = False
 
     def stage(self, delta: LayerDelta) -> None:
         if self.staging is not None:
             raise ViolationError(f"rank {self.rank.rank}: staging is used again before its answer")
+        if self.homecoming is not None:
+            self.held = delta
+            self.num_held += 1
+            return
         assert self.transaction is not None
         rank, placement, faults = self.rank.rank, self.rank.placement, self.rank.faults
         mine = [t for t in delta.transfers if t.target_rank(placement) == rank]
@@ -174,21 +197,58 @@ class SimulatedMover:
         return staging.payloads
 
     def installed(self) -> None:
-        self.staging = None
+        assert self.staging is not None
+        layer, self.staging = self.staging.layer, None
+        if not self.lends:
+            return
+        coming = self.homecoming = Homecoming(layer)
+        if self.rng.random() < self.rank.faults.home_hangs:
+            assert self.transaction is not None
+            self.rank.disturbed.add(self.transaction)
+            coming.hangs = True
+        else:
+            self.clock.after(self.rng.random() * 0.3, lambda: self._copied(coming))
+
+    def _copied(self, coming: Homecoming) -> None:
+        coming.is_copied = True
+        if self._is_ending:
+            self._end()
 
     def finish(self) -> None:
-        self.transaction, self.is_resting = None, True
+        self._is_ending = True
+        if self.homecoming is None or self.homecoming.is_copied:
+            self._end()
 
     def abort(self) -> None:
+        self._generation += 1
+        self.held = None
+        if not self._is_ending:
+            self._is_aborted = True
+            self.finish()
+        if (coming := self.homecoming) is not None and coming.hangs:
+            coming.hangs = False
+            self.clock.after(self.rng.random() * 0.1, lambda: self._copied(coming))
+
+    def _end(self) -> None:
+        """Experts are at home: orders are done one after the other."""
         assert self.transaction is not None
         transaction = self.transaction
-        self._generation += 1
 
         def rest() -> None:
             self.staging, self.transaction, self.is_resting = None, None, True
             self.mailbox.append(Quiescent(self.rank.rank, transaction))
 
-        self.clock.after(self.rng.random() * (0.1 + self.rank.faults.slow_abort_s), rest)
+        longest_s = 0.1 + self.rank.faults.slow_abort_s if self._is_aborted else 0.02
+        self.clock.after(self.rng.random() * longest_s, rest)
+
+    def poll(self) -> list[Report]:
+        if self.homecoming is not None and self.homecoming.is_copied:
+            self.homecoming = None
+            if (held := self.held) is not None:
+                self.held = None
+                self.stage(held)
+        found, self.mailbox = self.mailbox, []
+        return found
 
 
 class SimulatedRank:
@@ -283,7 +343,6 @@ class SimulatedRank:
         if self.rng.random() >= self.faults.commit_lost:
             self.reports.append(Committed(self.rank, transaction, layer, self.digest))
         if not self.deltas:
-            self.transaction = None
             self.mover.finish()
 
     def _abort(self, transaction: int) -> None:
@@ -291,11 +350,10 @@ class SimulatedRank:
         if transaction != self.transaction:
             self.reports.append(Quiescent(self.rank, transaction))
             return
-        self.transaction = None
         self.mover.abort()
 
     def _refit(self, version: int) -> None:
-        if self.transaction is not None or not self.mover.is_resting:
+        if self.transaction is not None or not self.mover.is_resting or self.mover.homecoming is not None:
             raise ViolationError(f"rank {self.rank}: new weights while transaction {self.transaction} is open")
         problem = "injected" if self.rng.random() < self.faults.write_fails else ""
         if not problem:
@@ -319,8 +377,9 @@ class SimulatedRank:
                 self.counts[layer, expert] += count
 
     def end_step(self) -> list[Report]:
-        reports = [*self.reports, *self.mover.mailbox]
-        self.reports, self.mover.mailbox = [], []
+        reports, self.reports = [*self.reports, *self.mover.poll()], []
+        if any(isinstance(r, Quiescent) and r.transaction == self.transaction for r in reports):
+            self.transaction = None
         protocol = [report for report in reports if isinstance(report, Staged | Failed | Quiescent | Committed)]
         if protocol and self.rng.random() < self.faults.duplicate_report:
             reports.append(protocol[0])

@@ -16,7 +16,7 @@ from simulated_rank import ViolationError
 CHUNK = 1000
 MUST_COME_ABOUT = (
     "done", "aborted", "declined", "policy_failed", "broken", "refits", "drained", "gap", "mixed steps", "undisturbed",
-    "commits beside stages", "commits of shares", "windows of full size", "balancedness",
+    "commits beside stages", "commits of shares", "stages held", "windows of full size", "balancedness",
 )  # fmt: skip
 
 

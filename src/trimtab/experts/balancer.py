@@ -45,6 +45,7 @@ from trimtab.experts.ports import (
     Committed,
     Failed,
     LoadReport,
+    Loan,
     Mover,
     Plan,
     Quiescent,
@@ -154,7 +155,7 @@ class RankBalancer:
             if found.transaction != self._transaction:
                 continue  # of one that is over
             if isinstance(found, Quiescent):
-                self._transaction = 0
+                self._transaction, self._next = 0, None
             self._reports.append(found)
         reports, self._reports = self._reports, []
         return reports
@@ -201,18 +202,19 @@ class RankBalancer:
         if self._bucket is not None:
             self._bucket.counts += self._load.fold(self.placement)  # counted under the placement that ends here
         delta = self._deltas.pop(layer)
+        storage, loans = self._layers[layer].storage, dict[int, Loan]()
         if delta.transfers:
             for slot, prepared in self.mover.take(layer):
-                self._layers[layer].storage.install(slot, prepared)
+                if (loan := storage.install(slot, prepared)) is not None:
+                    loans[slot] = loan
         self.placement = self.placement.with_layer(layer, self._next)
         self._layers[layer].refresh(self.placement)
         if delta.transfers:
-            self.mover.installed(layer)
+            self.mover.installed(layer, loans)
         digest = self.placement.digest()
         self._reports.append(Committed(self.rank, transaction, layer, digest, time.perf_counter() - started))
         if not self._deltas:
-            self.mover.finish()
-            self._transaction, self._next = 0, None
+            self.mover.finish()  # the transaction is over when it says that it rests
 
     def _abort(self, transaction: int, reason: str) -> None:
         """Layers committed so far stay. Of a transaction that is not open here nothing is left to end."""

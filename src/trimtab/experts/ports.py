@@ -8,7 +8,7 @@ outputs. Both name their transaction; a report of another transaction than the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -47,9 +47,10 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """One act before the forward: install staged bytes, set the layer's placement, refresh its lookup, release staging.
+    """One act before the forward: install what is staged, set the placement, refresh the lookup, answer the mover.
 
-    A layer whose shares alone change is committed without having been staged.
+    A layer whose shares alone change is committed without having been staged. A `Stage` beside it waits on each rank
+    until the layer's experts have come home, out of staging.
     """
 
     transaction: int
@@ -105,7 +106,7 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
-    """The layer is wholly new on this rank. `digest` is of the rank's whole placement now."""
+    """The layer is wholly new on this rank, wherever its kernel reads it. `digest` is of the rank's whole placement."""
 
     rank: int
     transaction: int
@@ -128,7 +129,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Quiescent(msgspec.Struct, frozen=True, tag=True):
-    """After an `Abort` (or for a transaction this rank does not know): its mover rests and its staging is free."""
+    """A transaction is over on this rank: its mover rests, its kernels read slots alone and its staging is free.
+
+    Follows the last `Commit`, or an `Abort` (also of a transaction that this rank does not know).
+    """
 
     rank: int
     transaction: int
@@ -177,6 +181,24 @@ class PreparedSlot(Protocol):
     """An expert in the form that `SlotStorage.install` takes; what it is, only its storage knows."""
 
 
+class Loan(Protocol):
+    """A slot whose kernel reads staging until the slot's own memory holds the expert.
+
+    1. `copy_home`, 2. `give_back`; both once.
+    """
+
+    def copy_home(self) -> int:
+        """Copies the expert from staging into the slot's own memory -> `checksum` of what lies there then.
+
+        Called on: the mover's thread, while forwards read staging.
+        """
+        ...
+
+    def give_back(self) -> None:
+        """The kernel reads the slot's own memory from now on. Called on: the runner's thread, between forwards."""
+        ...
+
+
 class SlotStorage(Protocol):
     """The data room's door for movement: the exact storage that one layer's kernel reads on this rank.
 
@@ -198,12 +220,17 @@ class SlotStorage(Protocol):
     def prepare(self, data: Tensor) -> PreparedSlot:
         """Whatever costs time (unpacking, repacking), so that `install` is short. Called on: the mover's thread.
 
-        May keep a reference to data uint8 [slot_nbytes]: it stays as it is until the layer was installed or dropped.
+        May keep a reference to data uint8 [slot_nbytes]: it stays as it is until the layer was dropped, or installed
+        and all its loans given back.
         """
         ...
 
-    def install(self, slot: int, prepared: PreparedSlot) -> None:
-        """The kernel computes with this expert from now on. Called on: the runner's thread, between forwards."""
+    def install(self, slot: int, prepared: PreparedSlot) -> Loan | None:
+        """The kernel computes with this expert from now on. Takes microseconds, whatever the expert's size.
+
+        A loan where the kernel reads what was given to `prepare` from now on; None where it keeps nothing of that.
+        Called on: the runner's thread, between forwards.
+        """
         ...
 
 
@@ -226,8 +253,10 @@ class Mover(Protocol):
     """The movement room's door: one per worker. Called on: the runner's thread; none of these waits for the mover.
 
     1. `begin` a transaction with what changes; 2. per layer `stage`, until `poll` brings its `Staged`;
-    3. at the commit `take` the staged experts, install them, then answer `installed` (or `discarded`): only then is
-    staging used again. 4. `finish` after the last commit, or `abort`, after which `poll` brings `Quiescent`.
+    3. at the commit `take` the staged experts, install them, then answer `installed` with the loans they gave. Where
+    there are none, staging is free; else its experts are on their way home, and staging is free when a `poll` has
+    found them there and given back the loans. A layer that is ordered meanwhile is staged after that.
+    4. `finish` after the last commit, or `abort`: `poll` brings `Quiescent`, after the experts have come home.
     """
 
     staging_nbytes: int  # allocated at start, never more
@@ -246,19 +275,25 @@ class Mover(Protocol):
     def stage(self, layer: int) -> None: ...
 
     def poll(self) -> list[MoverReport]:
-        """What has come about since the last call."""
+        """What has come about since the last call; gives back loans of experts that are home. Between forwards.
+
+        Raises where the mover cannot go on: above all where an expert did not come home as ranks agreed on it, with
+        which the kernel has computed since the commit.
+        """
         ...
 
     def take(self, layer: int) -> Sequence[tuple[int, PreparedSlot]]:
         """(slot of this rank counted from 0, expert to install there), for a layer that is staged on all ranks."""
         ...
 
-    def installed(self, layer: int) -> None: ...
+    def installed(self, layer: int, loans: Mapping[int, Loan]) -> None:
+        """`loans` by slot, of those that the kernel reads in staging now."""
+        ...
 
     def finish(self) -> None: ...
 
     def abort(self) -> None: ...
 
     def close(self) -> None:
-        """Ends the thread and gives back what was opened, from every state; safe to call twice."""
+        """Brings experts home, ends the thread and gives back what was opened, from every state; safe to call twice."""
         ...

@@ -17,29 +17,69 @@ from trimtab.experts.movement.communicator.base import Communicator
 from trimtab.experts.movement.faults import Point
 from trimtab.experts.movement.mover import BackgroundMover, MovementConfig
 from trimtab.experts.placement import Placement, Topology
-from trimtab.experts.ports import MoverReport, PreparedSlot, SlotStorage, Staged
-from trimtab.kernels.checksum import copy_with_checksum
+from trimtab.experts.ports import Loan, MoverReport, PreparedSlot, Quiescent, SlotStorage, Staged
+from trimtab.kernels.checksum import checksum, copy_with_checksum
 from trimtab.testing.ranks import run_ranks
 
 
 class ByteSlots:
-    """A SlotStorage without a kernel. As in the native one, what is prepared is staging itself, until installed."""
+    """A SlotStorage without a kernel. As in the native one, what is prepared is staging, and read there while lent.
+
+    `read` is what a kernel would read, `slots` uint8 [S, slot_nbytes] the slots' own memory.
+    """
 
     def __init__(self, num_slots: int, slot_nbytes: int, layout: str = "bytes") -> None:
         self.num_slots = num_slots
         self.slot_nbytes = slot_nbytes
         self.layout = layout
         self.slots = torch.zeros(num_slots, slot_nbytes, dtype=torch.uint8)
+        self.lent: dict[int, Tensor] = {}
+
+    def read(self, slot: int) -> Tensor:
+        return self.lent.get(slot, self.slots[slot])
 
     def export_slot(self, slot: int, out: Tensor) -> int:
-        return copy_with_checksum(self.slots[slot], out)
+        return copy_with_checksum(self.read(slot), out)
 
     def prepare(self, data: Tensor) -> PreparedSlot:
         return data
 
-    def install(self, slot: int, prepared: PreparedSlot) -> None:
-        assert isinstance(prepared, Tensor)
-        self.slots[slot] = prepared
+    def install(self, slot: int, prepared: PreparedSlot) -> Loan:
+        assert isinstance(prepared, Tensor) and slot not in self.lent
+        self.lent[slot] = prepared
+        return _ByteLoan(self, slot)
+
+
+class _ByteLoan:
+    def __init__(self, storage: ByteSlots, slot: int) -> None:
+        self._storage = storage
+        self._slot = slot
+
+    def copy_home(self) -> int:
+        self._storage.slots[self._slot] = self._storage.lent[self._slot]
+        return checksum(self._storage.slots[self._slot])
+
+    def give_back(self) -> None:
+        del self._storage.lent[self._slot]
+
+
+def install_staged(mover: BackgroundMover, storage: SlotStorage, layer: int) -> dict[int, Loan]:
+    """A commit's first part on one rank -> its loans, for `installed`."""
+    taken = [(slot, storage.install(slot, prepared)) for slot, prepared in mover.take(layer)]
+    return {slot: loan for slot, loan in taken if loan is not None}
+
+
+def fill_slot(storage: SlotStorage, slot: int, data: Tensor) -> None:
+    """The slot holds data uint8 [slot_nbytes], in its own memory."""
+    if (loan := storage.install(slot, storage.prepare(data))) is not None:
+        loan.copy_home()
+        loan.give_back()
+
+
+def bring_home(mover: BackgroundMover) -> list[MoverReport]:
+    """Waits until a committed layer's experts are at home, staging is free -> what was reported besides."""
+    mover.settle()
+    return mover.poll()
 
 
 Action = Callable[[int, Tensor | None, threading.Event], None]  # (layer, data, aborted)
@@ -151,13 +191,15 @@ class MovingRanks:
             mover.settle()
         return [mover.poll() for mover in self.movers]
 
-    def commit(self, layer: int) -> None:
-        for rank, mover in enumerate(self.movers):
-            for slot, prepared in mover.take(layer):
-                self.storages[rank][layer].install(slot, prepared)
+    def commit(self, layer: int, *, brings_home: bool = True) -> None:
+        """Without `brings_home` kernels may read staging afterwards, until `settled`."""
+        loans = [install_staged(mover, self.storages[rank][layer], layer) for rank, mover in enumerate(self.movers)]
         self._advance(layer)
-        for mover in self.movers:
-            mover.installed(layer)
+        for mover, lent in zip(self.movers, loans, strict=True):
+            mover.installed(layer, lent)
+        if brings_home:
+            for mover in self.movers:
+                assert bring_home(mover) == []
 
     def _advance(self, layer: int) -> None:
         slots, shares = self.placement.slot_to_expert.copy(), self.placement.shares.copy()
@@ -167,6 +209,8 @@ class MovingRanks:
     def finish(self) -> None:
         for mover in self.movers:
             mover.finish()
+        for reports in self.settled():
+            assert [type(report) for report in reports] == [Quiescent], reports
 
     def abort(self) -> list[list[MoverReport]]:
         for mover in self.movers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ class FakeRank:
         self.slots_counted = np.zeros((3, 6), dtype=np.int64)
         self.refit_error: Exception | None = None
         self.install_error: Exception | None = None
+        self.loan: Any = None  # what a slot gives that is read in staging
         layers = [FakeLayer(self, layer) for layer in range(3)]
         self.balancer = RankBalancer(rank, OLD, layers, self, self, DispatchTimes(), self, phase)
 
@@ -85,8 +86,8 @@ class FakeRank:
     def take(self, layer: int) -> list[tuple[int, Any]]:
         return [(2, f"expert of layer {layer}")]
 
-    def installed(self, layer: int) -> None:
-        self.journal.append(("installed", layer))
+    def installed(self, layer: int, loans: Mapping[int, Any]) -> None:
+        self.journal.append(("installed", layer, *loans.items()))
 
     def finish(self) -> None:
         self.journal.append(("finish",))
@@ -130,10 +131,11 @@ class FakeLayer:
 
     def prepare(self, data: Any) -> Any: ...
 
-    def install(self, slot: int, prepared: Any) -> None:
+    def install(self, slot: int, prepared: Any) -> Any:
         if self.rank.install_error is not None:
             raise self.rank.install_error
         self.rank.journal.append(("install", self.layer, slot, prepared))
+        return self.rank.loan
 
     def refresh(self, placement: Placement) -> None:
         self.rank.journal.append(("refresh", self.layer, placement.digest()))
@@ -161,6 +163,14 @@ def test_a_commit_installs_then_sets_the_placement_then_the_lookup_then_answers_
     assert rank.balancer.placement == after
 
 
+def test_the_mover_is_told_what_is_read_in_staging() -> None:
+    rank = FakeRank()
+    rank.step(plan(), Stage(1, 0))
+    rank.loan = object()
+    rank.step(Commit(1, 0))
+    assert rank.journal[-1] == ("installed", 0, (2, rank.loan))
+
+
 def test_a_layer_whose_shares_alone_change_is_committed_without_a_byte_and_the_last_layer_ends_the_transaction() -> (
     None
 ):
@@ -170,7 +180,25 @@ def test_a_layer_whose_shares_alone_change_is_committed_without_a_byte_and_the_l
     (committed,) = rank.step(Commit(1, 1))
     assert committed.digest == NEW.digest() == rank.balancer.placement.digest()
     assert rank.journal[-2:] == [("refresh", 1, NEW.digest()), ("finish",)]
-    assert rank.step(plan(2, OLD, NEW)) == []  # and the next one may begin
+    with pytest.raises(AssertionError, match="transaction 2 begins and 1 is open"):
+        rank.step(plan(2, OLD, NEW))  # staging may still be read
+    with pytest.raises(AssertionError, match="staged bytes are of old weights"):
+        rank.step(Refit("good", 3))
+    rank.mover_reports = [Quiescent(0, 1)]
+    assert rank.step() == [Quiescent(0, 1)]
+    assert rank.step(plan(2, OLD, NEW)) == []
+
+
+def test_an_abort_after_the_last_commit_is_answered_when_the_mover_rests() -> None:
+    rank = FakeRank()
+    rank.step(plan(), Stage(1, 0))
+    rank.step(Commit(1, 0))
+    rank.step(Commit(1, 1))
+    assert rank.step(Abort(1, "it takes too long")) == [] and rank.journal[-1] == ("abort",)
+    rank.mover_reports = [Quiescent(0, 1)]
+    assert rank.step() == [Quiescent(0, 1)]
+    assert rank.step(Abort(1, "again")) == [Quiescent(0, 1)]
+    assert rank.balancer.placement == NEW
 
 
 def test_load_is_folded_to_logical_experts_with_the_placement_it_was_counted_under() -> None:

@@ -1,14 +1,17 @@
 """The protocol of one rearrangement as a pure function: (state, event) -> (state, commands). No threads, no I/O.
 
-    Idle -> Planned -> Staging(layer) -> Ready(layer) -> Committing(layer) -> Committed(layer) ... -> Done
+    Idle -> Planned -> Staging(layer) -> Ready(layer) -> Committing(layer) -> Committed(layer) ... -> Finishing -> Done
     and from any state in between Aborting(reason) -> Aborted; Broken: a rank did not keep the protocol
 
 Commands come only with `NextStep`, the moment at which a step plan is about to be sent: all that is known by then has
 been taken into account, and a decision never waits in a queue. Steps' outputs come back in the order of the plans; a
-plan that was sent is executed whole. `{Commit l, Stage l+1}` stand in one plan.
+plan that was sent is executed whole. `{Commit l, Stage l+1}` stand in one plan: kernels may still read staging then,
+and each rank stages l+1 when its experts of l have come home. After the last commit all ranks say `Quiescent` when
+theirs have, and nothing that needs slots, staging or movers at rest begins before.
 
-Time comes in as `Tick` alone, and counts from the last progress. Half of `stall_timeout_s` is for progress, the other
-half for coming to rest after the abort, so that a transaction ends within it where all ranks live.
+Time comes in as `Tick` alone, and counts from the last progress: a plan that was answered, any rank that has staged, or
+come to rest, after the others. Half of `stall_timeout_s` is for that; the other half, from the abort on, is for all
+ranks to come to rest, so that a transaction that stalls ends within it where all ranks live.
 """
 
 from __future__ import annotations
@@ -99,6 +102,14 @@ class CommittedLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Finishing:
+    """All layers are committed on all ranks, and experts of the last one may be on their way home, out of staging."""
+
+    work: Work
+    ranks: frozenset[int] = frozenset()  # those that rest
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     placement: Placement
     transaction: int
@@ -137,7 +148,7 @@ class Broken:
     reason: str
 
 
-OpenState = Planned | Staging | Ready | Committing | CommittedLayer | Aborting
+OpenState = Planned | Staging | Ready | Committing | CommittedLayer | Finishing | Aborting
 ClosedState = Idle | Done | Aborted | Broken
 State = OpenState | ClosedState
 
@@ -222,7 +233,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Command]]:
         case Tick():
             return _on_tick(state, event), []
         case Cancel(reason=reason):
-            return _abort(state, reason), []
+            return state if isinstance(state, Finishing) else _abort(state, reason), []  # there is nothing to undo
 
 
 # -- beginning and ending ----------------------------------------------------------------------------------------------
@@ -239,7 +250,13 @@ def _abort(state: State, reason: str, layer: int | None = None, rank: int | None
     match state:
         case Planned(work=work, step=None):
             return Aborted(work.placement, work.transaction, reason, layer, rank)
-        case Planned(work=work) | Staging(work=work) | Ready(work=work) | CommittedLayer(work=work):
+        case (
+            Planned(work=work)
+            | Staging(work=work)
+            | Ready(work=work)
+            | CommittedLayer(work=work)
+            | Finishing(work=work)
+        ):
             return Aborting(replace(work, waited_s=0.0), reason, layer=layer, rank=rank)
         case Committing(work=work, commit=commit):
             return Aborting(replace(work, waited_s=0.0), reason, commit=commit, layer=layer, rank=rank)
@@ -297,15 +314,18 @@ def _on_step_done(state: State, event: StepDone) -> State:
         case Planned():
             state = Ready(replace(work, waited_s=0.0), work.layers[0].layer)
         case Staging(layer=layer, ranks=ranks):
-            state = _stage(work, layer, ranks | _staged(reports, layer))
+            found = _staged(reports, layer)
+            state = _stage(work, layer, ranks | found, has_progress=not found <= ranks)
         case Committing(commit=commit):
             state = _on_committing(state, commit, event.step, reports)
+        case Finishing(ranks=ranks):
+            state = _finish(work, ranks | _resting(reports), has_progress=not _resting(reports) <= ranks)
         case Aborting():
             causes = [failed for failed in failures if not failed.is_consequence]
             if causes:  # heard after a fault of which it may well be the cause
-                found = causes[0]
-                reason = f"{_why(found)}; {state.reason}"
-                state = replace(state, reason=reason, layer=_layer_of(found), rank=found.rank)
+                cause = causes[0]
+                reason = f"{_why(cause)}; {state.reason}"
+                state = replace(state, reason=reason, layer=_layer_of(cause), rank=cause.rank)
             return _on_aborting(state, event.step, reports)
     if failures:
         first = min(failures, key=lambda failed: failed.is_consequence)
@@ -326,10 +346,22 @@ def _staged(reports: Sequence[Report], layer: int) -> frozenset[int]:
     return frozenset(report.rank for report in reports if isinstance(report, Staged) and report.layer == layer)
 
 
-def _stage(work: Work, layer: int, ranks: frozenset[int]) -> Staging | Ready:
+def _resting(reports: Sequence[Report]) -> frozenset[int]:
+    return frozenset(report.rank for report in reports if isinstance(report, Quiescent))
+
+
+def _stage(work: Work, layer: int, ranks: frozenset[int], *, has_progress: bool) -> Staging | Ready:
+    if has_progress:  # others may be slow: a layer is not given up as long as one after the other has it
+        work = replace(work, waited_s=0.0)
     if len(ranks) < work.placement.topology.num_ranks:
         return Staging(work, layer, ranks)
-    return Ready(replace(work, waited_s=0.0), layer)
+    return Ready(work, layer)
+
+
+def _finish(work: Work, ranks: frozenset[int], *, has_progress: bool) -> Finishing | Done:
+    if len(ranks) < work.placement.topology.num_ranks:
+        return Finishing(replace(work, waited_s=0.0) if has_progress else work, ranks)
+    return Done(work.placement, work.transaction)
 
 
 def _on_committing(state: Committing, commit: SentCommit, step: int, reports: Sequence[Report]) -> State:
@@ -343,9 +375,9 @@ def _on_committing(state: Committing, commit: SentCommit, step: int, reports: Se
     if isinstance(work, Broken):
         return work
     if not following:
-        return Done(work.placement, work.transaction)
+        return _finish(work, _resting(reports), has_progress=True)
     if following[0].has_transfers:
-        return _stage(work, following[0].layer, staged)
+        return _stage(work, following[0].layer, staged, has_progress=True)
     return CommittedLayer(work, commit.layer)
 
 
@@ -372,12 +404,12 @@ def _on_aborting(state: Aborting, step: int, reports: Sequence[Report]) -> State
         work = _complete(state.work, state.commit, reports)
         if isinstance(work, Broken):
             return work
-        if work.next_layer is None and state.step is None:
-            return Done(work.placement, work.transaction)  # it was the last one: nothing is left to abort
+        if work.next_layer is None and state.step is None:  # it was the last one: nothing is left to abort
+            return _finish(work, _resting(reports), has_progress=True)
         state = replace(state, work=work, commit=None)
     if state.step is None or step < state.step:
         return state
-    ranks = state.ranks | {report.rank for report in reports if isinstance(report, Quiescent)}
+    ranks = state.ranks | _resting(reports)
     if len(ranks) < state.work.placement.topology.num_ranks:
         return replace(state, ranks=ranks)
     assert state.commit is None, "outputs come in the order of the plans"
@@ -404,7 +436,9 @@ def _on_tick(state: State, event: Tick) -> State:
 def _stall(state: OpenState) -> tuple[str, int | None, int | None]:
     """(reason, layer, rank) of a transaction that does not get on."""
     after = f"after {state.work.waited_s:.1f} s without progress"
-    if not isinstance(state, Staging):
+    if not isinstance(state, Staging | Finishing):
         return f"{after} in {state_name(state)}", None, None
     rank = min(set(range(state.work.placement.topology.num_ranks)) - state.ranks)
+    if isinstance(state, Finishing):
+        return f"rank {rank}: not at rest {after}", None, rank
     return f"layer {state.layer}, rank {rank}: not staged {after}", state.layer, rank

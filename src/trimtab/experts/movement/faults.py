@@ -18,6 +18,7 @@ class Point(Enum):
     SENT = "sent"  # a slot's bytes lie where they are sent from, and their header does not
     ARRIVED = "arrived"  # an expert's bytes lie in staging, unverified
     STAGED = "staged"  # report that the layer is there
+    HOME = "home"  # copy an expert of a committed layer from staging, where kernels read it, into its slot
 
 
 class Faults(Protocol):

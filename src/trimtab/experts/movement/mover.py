@@ -1,4 +1,9 @@
-"""The thread of a worker that moves experts: it exports, sends, receives and verifies; the runner's thread installs."""
+"""The thread of a worker that moves experts: it exports, sends, receives and verifies; the runner's thread installs.
+
+An expert may be read where it arrived, in staging, from its commit on. The thread then brings it home: a copy into the
+slot's own memory, checked against what ranks have agreed on. The runner's thread turns the kernel to it, between two
+forwards, and only then does staging open for the next layer.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +26,7 @@ from trimtab.experts.movement.pacing import Pacer
 from trimtab.experts.movement.staging import Arrival, Departure, LayerTraffic, plan_traffic
 from trimtab.experts.movement.verify import SlotMismatchError, check_slots, exchange_checksums, exchange_layouts
 from trimtab.experts.placement import Placement
-from trimtab.experts.ports import Failed, MoverReport, PreparedSlot, Quiescent, SlotStorage, Staged
+from trimtab.experts.ports import Failed, Loan, MoverReport, PreparedSlot, Quiescent, SlotStorage, Staged
 from trimtab.kernels.checksum import checksum
 
 logger = logging.getLogger(__name__)
@@ -45,12 +51,28 @@ class _Transaction:
     failure: str = ""  # of the mover's thread: what it could not do, for headers and reports to come
 
 
+class _StagedSlot(NamedTuple):
+    slot: int  # of this rank, counted from 0
+    expert: int
+    row: int  # of staging; may feed several slots
+    prepared: PreparedSlot
+
+
+@dataclass(slots=True)
+class _Homecoming:
+    """Experts of a committed layer that kernels read in staging, on their way into their slots' own memory."""
+
+    layer: int
+    lent: list[tuple[_StagedSlot, Loan]]
+
+
 class BackgroundMover:
     """Implements `ports.Mover` for one rank; `storages` are its kernels' in the order of MoE layers.
 
     The runner's thread gives orders through a queue and reads immutable reports; the mover's thread alone uses the
     communicator, whose peers write staging. Staged bytes stay as they are until the runner's thread has answered
-    `installed` (or given up): only then can it order the next layer, and only then is staging open again.
+    `installed` (or given up) and has found all experts at home that were lent from staging: only then is the next layer
+    ordered, and only then is staging open again.
     `exchange_timeout_s`: for `exchange`, to which ranks come far apart (None: the communicator's own).
     """
 
@@ -77,8 +99,11 @@ class BackgroundMover:
         self._checksums: Words | None = None  # [L, E]
         self._open: _Transaction | None = None  # as the runner's thread sees it
         self._layer: int | None = None  # ordered to be staged and not answered yet
-        self._staged: dict[int, tuple[tuple[int, PreparedSlot], ...]] = {}  # staged layers, by the mover's thread
-        self._reports: deque[MoverReport] = deque()
+        self._held: Callable[[], None] | None = None  # the order to stage it, until staging is free
+        self._homecoming: _Homecoming | None = None
+        self._hurry = threading.Event()  # experts come home without rests
+        self._staged: dict[int, tuple[_StagedSlot, ...]] = {}  # staged layers, by the mover's thread
+        self._reports: deque[MoverReport | _Homecoming] = deque()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._death: BaseException | None = None
         self._is_closed = False
@@ -93,7 +118,7 @@ class BackgroundMover:
         Collective: every rank, at start and after new weights, no transaction open. Waits. Raises SlotMismatchError,
         and RankFailureError when a rank does not come in time.
         """
-        assert self._open is None, "a transaction is open"
+        assert self._open is None and self._homecoming is None, "a transaction is open"
         errors: list[Exception] = []
 
         def work() -> None:
@@ -129,6 +154,7 @@ class BackgroundMover:
 
     def begin(self, transaction: int, placement: Placement, deltas: Sequence[LayerDelta]) -> None:
         assert self._open is None, f"transaction {self._open and self._open.number} is open"
+        assert self._homecoming is None, f"experts of layer {self._homecoming.layer} are not at home"
         self._table()
         opened = self._open = _Transaction(transaction, placement, {delta.layer: delta for delta in deltas})
         self._order(lambda: self._begin(opened))
@@ -138,37 +164,41 @@ class BackgroundMover:
         assert self._layer is None, f"layer {self._layer} is in staging and was not answered"
         assert layer in opened.deltas, f"layer {layer} does not change in transaction {opened.number}"
         self._layer = layer
-        self._order(lambda: self._stage(opened, layer))
+        if self._homecoming is None:
+            self._order(lambda: self._stage(opened, layer))
+        else:
+            self._held = lambda: self._stage(opened, layer)
 
     def poll(self) -> list[MoverReport]:
         self._check_alive()
-        reports: list[MoverReport] = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        return reports
+        return self._read_reports()
 
     def take(self, layer: int) -> Sequence[tuple[int, PreparedSlot]]:
-        assert layer == self._layer and layer in self._staged, f"layer {layer} is not staged"
-        return self._staged[layer]
+        return [(staged.slot, staged.prepared) for staged in self._staged_slots(layer)]
 
-    def installed(self, layer: int) -> None:
-        assert layer == self._layer and layer in self._staged, f"layer {layer} is not staged"
+    def installed(self, layer: int, loans: Mapping[int, Loan]) -> None:
+        lent = [(staged, loans[staged.slot]) for staged in self._staged_slots(layer) if staged.slot in loans]
         del self._staged[layer]
         self._layer = None
+        if lent:
+            self._hurry.clear()
+            coming = self._homecoming = _Homecoming(layer, lent)
+            self._order(lambda: self._bring_home(coming))
 
     def finish(self) -> None:
-        self._transaction()
+        opened = self._transaction()
         assert self._layer is None, f"layer {self._layer} is in staging and was not answered"
         self._open = None
-        self._order(lambda: self._communicator.end(is_aborted=False))
+        self._order(lambda: self._end(opened, is_aborted=False))
 
     def abort(self) -> None:
-        """Without an open transaction there is nothing to abort, and no report comes."""
+        """Without an open transaction there is nothing to abort: at most experts that come home, now without rests."""
+        self._hurry.set()
         if (opened := self._open) is None:
             return
-        self._open = self._layer = None
+        self._open = self._layer = self._held = None
         opened.aborted.set()
-        self._order(lambda: self._abort(opened))
+        self._order(lambda: self._end(opened, is_aborted=True))
 
     def close(self) -> None:
         """Raises RuntimeError when the thread does not end within the communicator's deadline and some seconds."""
@@ -177,18 +207,43 @@ class BackgroundMover:
         self._is_closed = True
         if self._open is not None:
             self._open.aborted.set()
-        self._open = self._layer = None
+        self._hurry.set()
+        self._open = self._layer = self._held = None
         self._communicator.interrupt()
         self._orders.put(None)
         self._thread.join(self._communicator.timeout_s + _CLOSE_GRACE_S)
         if self._thread.is_alive():
             raise RuntimeError(f"rank {self.rank}: the mover's thread does not end; its memory is not given back")
+        self._read_reports()  # who did not come home is read in staging, and its loan holds that memory
         self._staged.clear()
         self._communicator.close()
 
+    def _read_reports(self) -> list[MoverReport]:
+        reports: list[MoverReport] = []
+        while self._reports:
+            found = self._reports.popleft()
+            if isinstance(found, _Homecoming):
+                self._give_back(found)
+            else:
+                reports.append(found)
+        return reports
+
+    def _give_back(self, homecoming: _Homecoming) -> None:
+        """All its experts are at home: staging is free."""
+        for _, loan in homecoming.lent:
+            loan.give_back()
+        self._homecoming = None
+        if (held := self._held) is not None:
+            self._held = None
+            self._order(held)
+
+    def _staged_slots(self, layer: int) -> tuple[_StagedSlot, ...]:
+        assert layer == self._layer and layer in self._staged, f"layer {layer} is not staged"
+        return self._staged[layer]
+
     def _check_alive(self) -> None:
-        if self._death is not None:
-            raise RuntimeError(f"rank {self.rank}: the mover's thread has ended") from self._death
+        if (death := self._death) is not None:
+            raise RuntimeError(f"rank {self.rank}: the mover's thread has ended: {death}") from death
 
     def _transaction(self) -> _Transaction:
         assert self._open is not None, "no transaction is open"
@@ -206,7 +261,7 @@ class BackgroundMover:
 
     def _serve(self) -> None:
         try:
-            # Between orders it waits here: for the next layer, for the answer that frees staging, for the end.
+            # Between orders it waits here: for the next layer, for experts to bring home, for the end.
             while (order := self._orders.get()) is not None:
                 order()
                 del order  # an order holds its transaction
@@ -294,7 +349,7 @@ class BackgroundMover:
         self._check_bytes(layer, expected.expert, arrived, whose)
         self._pacer.rest(opened.aborted.wait)
 
-    def _prepare(self, opened: _Transaction, layer: int, traffic: LayerTraffic) -> tuple[tuple[int, PreparedSlot], ...]:
+    def _prepare(self, opened: _Transaction, layer: int, traffic: LayerTraffic) -> tuple[_StagedSlot, ...]:
         """Each target slot gets an expert of its own, from the row that its rank received once."""
         storage = self._storages[layer]
         first = self.rank * storage.num_slots
@@ -302,9 +357,21 @@ class BackgroundMover:
         for arrival in (*traffic.copies, *traffic.arrivals):
             for slot in arrival.transfer.target_slots:
                 with self._pacer.work():
-                    prepared.append((slot - first, storage.prepare(self._row(layer, arrival.row))))
+                    expert = storage.prepare(self._row(layer, arrival.row))
+                prepared.append(_StagedSlot(slot - first, arrival.transfer.expert, arrival.row, expert))
                 self._pacer.rest(opened.aborted.wait)
         return tuple(prepared)
+
+    def _bring_home(self, homecoming: _Homecoming) -> None:
+        """Nothing is caught: the layer is committed, and the rank must not go on with an expert that is another one."""
+        layer = homecoming.layer
+        for staged, loan in homecoming.lent:
+            self._faults.reach(Point.HOME, layer, self._row(layer, staged.row), self._hurry)
+            with self._pacer.work():
+                found = loan.copy_home()
+            self._check_bytes(layer, staged.expert, found, f"what slot {staged.slot} has read since the commit")
+            self._pacer.rest(self._hurry.wait)
+        self._reports.append(homecoming)
 
     def _refuse(self, opened: _Transaction, layer: int, departures: Sequence[Departure]) -> None:
         """Receivers need not wait for what will not come. What cannot even be said, they learn from the abort or from
@@ -317,9 +384,10 @@ class BackgroundMover:
         except (RankFailureError, MovementAbortedError) as error:
             logger.debug("rank %d: %s", self.rank, error)
 
-    def _abort(self, opened: _Transaction) -> None:
+    def _end(self, opened: _Transaction, *, is_aborted: bool) -> None:
+        """Ordered after the way home of the last layer that was committed: loans are given back before `Quiescent`."""
         self._staged.clear()
-        self._communicator.end(is_aborted=True)
+        self._communicator.end(is_aborted=is_aborted)
         self._reports.append(Quiescent(self.rank, opened.number))
 
     def _fail(self, opened: _Transaction, layer: int, error: Exception) -> None:

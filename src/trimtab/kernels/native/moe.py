@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from trimtab.kernels.checksum import copy_with_checksum
+from trimtab.kernels.checksum import checksum, copy_with_checksum
 from trimtab.kernels.native.library import (
     SCALARS,
     Format,
@@ -56,7 +56,7 @@ class NativeMoe:
 
     Every slot is `slot_bytes` contiguous bytes that hold the whole expert, the same bytes for every instruction set.
     `slots` [num_slots, slot_bytes] is that memory; the kernel finds a slot through `slot_table`, whose entries may be
-    redirected between calls.
+    redirected between calls: `redirect` to bytes that lie elsewhere, `copy_home`, `end_redirection`.
     """
 
     def __init__(self, kernels: NativeKernels, shape: MoeShape, num_slots: int, weight_format: Format) -> None:
@@ -71,6 +71,8 @@ class NativeMoe:
         self.slots = torch.empty(num_slots, self.slot_bytes, dtype=torch.uint8)
         self._core.advise_huge_pages(self.slots.data_ptr(), self.slots.nbytes)
         self.slot_table = torch.zeros(num_slots, dtype=torch.int64)  # address of each loaded slot, 0 while empty
+        self._addresses = self.slot_table.numpy()  # the same memory: a single write to it takes torch some 10 us
+        self._redirected: dict[int, torch.Tensor] = {}  # what such slots are read from; holds that memory
         self._layer = self._layer_struct(kernels.levels[weight_format])
         self._layer_address = ctypes.addressof(self._layer)
 
@@ -90,6 +92,7 @@ class NativeMoe:
 
     def pack(self, slot: int, weights: MoeWeights) -> None:
         """Writes one expert into a slot and makes it readable."""
+        assert slot not in self._redirected, f"slot {slot} is read elsewhere: end its redirection before it is written"
         for tensor, (name, expected) in zip(weights, self._expected_shapes().items(), strict=True):
             is_needed = name in ("gate_up", "down") or (name.endswith("scale") and self.weight_format is Format.INT8)
             assert tensor is not None or not is_needed, f"{name} is missing"
@@ -123,15 +126,36 @@ class NativeMoe:
 
     def copy_out(self, slot: int, out: torch.Tensor) -> int:
         """The bytes that the kernel reads, to out uint8 [slot_bytes] -> their checksum. Called on: any thread."""
-        assert int(self.slot_table[slot]) == self.slots[slot].data_ptr(), f"slot {slot} holds no weights"
-        return copy_with_checksum(self.slots[slot], out)
+        assert int(self.slot_table[slot]) != 0, f"slot {slot} holds no weights"
+        found = self._redirected.get(slot)
+        return copy_with_checksum(self.slots[slot] if found is None else found, out)
 
-    def copy_in(self, slot: int, data: torch.Tensor) -> None:
-        """The slot holds data uint8 [slot_bytes] of `copy_out` from now on, where it always was."""
-        target = self.slots[slot]
-        assert data.is_contiguous() and data.dtype == torch.uint8 and data.shape == target.shape, "not a slot's bytes"
-        self._core.copy_past_caches(data.data_ptr(), target.data_ptr(), target.numel())
-        self.slot_table[slot] = target.data_ptr()
+    def redirect(self, slot: int, data: torch.Tensor) -> None:
+        """From the next call on the slot is read from data uint8 [slot_bytes] of `copy_out`, where it lies.
+
+        `data` has passed `check_slot_bytes`, and must stay as it is until `end_redirection`.
+        """
+        assert slot not in self._redirected, f"slot {slot} is read elsewhere already"
+        self._redirected[slot] = data
+        self._addresses[slot] = data.data_ptr()
+
+    def check_slot_bytes(self, data: torch.Tensor) -> None:
+        is_bytes = data.is_contiguous() and data.dtype == torch.uint8
+        assert is_bytes and data.shape == (self.slot_bytes,), f"{data.dtype} {tuple(data.shape)} are not a slot's bytes"
+
+    def copy_home(self, slot: int) -> int:
+        """Copies what a redirected slot is read from to where it belongs -> the checksum of what lies there then.
+
+        Called on: any thread, also beside a call: that place is not read meanwhile.
+        """
+        source, target = self._redirected[slot], self.slots[slot]
+        self._core.copy_past_caches(source.data_ptr(), target.data_ptr(), target.numel())
+        return checksum(target)
+
+    def end_redirection(self, slot: int) -> None:
+        """The slot is read where it belongs; `copy_home` has ended."""
+        self._addresses[slot] = self.slots.data_ptr() + slot * self.slot_bytes
+        del self._redirected[slot]
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, inter = self.shape.hidden_size, self.shape.intermediate_size

@@ -123,7 +123,9 @@ class Obedient:
                 return [Staged(rank, transaction, layer, 500, 0.001) for rank in ranks]
             case Commit(transaction=transaction, layer=layer):
                 self.placement = self.placement.with_layer(layer, self.target)
-                return [Committed(rank, transaction, layer, self.placement.digest(), 0.0005) for rank in ranks]
+                digest = self.placement.digest()
+                reports: list[Report] = [Committed(rank, transaction, layer, digest, 0.0005) for rank in ranks]
+                return reports + [Quiescent(rank, transaction) for rank in ranks if self.placement == self.target]
             case Abort(transaction=transaction):
                 return [Quiescent(rank, transaction) for rank in ranks]
             case CheckWeights(weights_version=version):

@@ -31,9 +31,11 @@ from trimtab.experts.control.transaction import (
     SentCommit,
     Staging,
     Tick,
+    Work,
     placement_of,
     state_name,
 )
+from trimtab.experts.placement import Placement, Topology
 from trimtab.experts.ports import Abort, Commit, Failed, Plan, Stage
 
 LAST = ChangedLayer(2, True)
@@ -58,8 +60,55 @@ def test_a_rearrangement_walks_through_its_states() -> None:
     protocol.done([*committed(1, AFTER_1), *staged(2)])
     assert state_name(protocol.state) == "READY(2)"
     assert protocol.next() == [Commit(TRANSACTION, 2)]
-    assert protocol.done(committed(2, TARGET)) == Done(TARGET, TRANSACTION)
+    protocol.done(committed(2, TARGET))
+    assert state_name(protocol.state) == "FINISHING" and placement_of(protocol.state) == TARGET
     assert protocol.next() == []
+    assert protocol.done(quiescent()) == Done(TARGET, TRANSACTION)
+    assert protocol.next() == []
+
+
+def test_a_transaction_ends_when_every_ranks_experts_are_home() -> None:
+    """Kernels may read staging until then: nothing that needs it, or slots, may begin."""
+    protocol = Protocol().begin(MOVED)
+    protocol.next()
+    protocol.done(staged(0))
+    protocol.next()
+    protocol.done([*committed(0, AFTER_0), *quiescent(1)])  # home within the commit's own step
+    assert state_name(protocol.state) == "FINISHING"
+    assert protocol.done(quiescent(1)) == protocol.state  # a duplicate is harmless
+    assert protocol.send(Cancel("new weights")) == [] and state_name(protocol.state) == "FINISHING"
+    with pytest.raises(AssertionError, match="cannot begin in FINISHING"):
+        protocol.begin(MOVED)
+    assert protocol.next() == []
+    assert protocol.done(quiescent(0)) == Done(AFTER_0, TRANSACTION)
+
+
+def test_ranks_that_are_home_with_the_last_commit_end_the_transaction_with_its_step() -> None:
+    protocol = Protocol().begin(SHARED)
+    protocol.next()
+    protocol.done()
+    protocol.next()
+    after = START.with_layer(1, TARGET)
+    assert protocol.done([*committed(1, after), *quiescent()]) == Done(after, TRANSACTION)
+
+
+def test_experts_that_do_not_come_home_are_told_of_and_nothing_follows_them() -> None:
+    protocol = Protocol().begin(MOVED, stall_timeout_s=10.0)
+    protocol.next()
+    protocol.done(staged(0))
+    protocol.next()
+    protocol.done(committed(0, AFTER_0))
+    protocol.send(Tick(4.9))
+    protocol.done(quiescent(0))
+    protocol.send(Tick(4.9))
+    assert state_name(protocol.state) == "FINISHING"
+    protocol.send(Tick(0.2))
+    reason = "rank 1: not at rest after 5.1 s without progress"
+    assert protocol.next() == [Abort(TRANSACTION, reason)]  # rests are cut short
+    protocol.done(quiescent(0))
+    protocol.send(Tick(5.1))
+    assert protocol.state.is_overdue  # type: ignore[union-attr]
+    assert protocol.done(quiescent(1)) == Aborted(AFTER_0, TRANSACTION, reason, rank=1)
 
 
 def test_a_layer_is_committed_only_when_all_ranks_have_staged_it() -> None:
@@ -163,7 +212,9 @@ def test_a_last_commit_under_way_ends_a_transaction_well() -> None:
     protocol.done(staged(0))
     protocol.next()
     protocol.send(Cancel("drain"))
-    assert protocol.done(committed(0, AFTER_0)) == Done(AFTER_0, TRANSACTION)
+    protocol.done(committed(0, AFTER_0))
+    assert state_name(protocol.state) == "FINISHING" and protocol.next() == []
+    assert protocol.done(quiescent()) == Done(AFTER_0, TRANSACTION)
 
 
 def test_without_progress_a_transaction_is_aborted() -> None:
@@ -173,6 +224,8 @@ def test_without_progress_a_transaction_is_aborted() -> None:
     protocol.send(Tick(4.9))
     protocol.done(staged(0, 0))
     assert isinstance(protocol.state, Staging)
+    protocol.send(Tick(4.9))
+    protocol.done(staged(0, 0))  # said again: no progress
     protocol.send(Tick(0.2))
     assert state_name(protocol.state) == "ABORTING(layer 0, rank 1: not staged after 5.1 s without progress)"
     protocol.next()
@@ -182,6 +235,27 @@ def test_without_progress_a_transaction_is_aborted() -> None:
     assert protocol.state.is_overdue  # type: ignore[union-attr]
     protocol.done(quiescent())
     assert isinstance(protocol.state, Aborted)
+
+
+def test_a_layer_is_not_given_up_while_one_rank_after_the_other_has_it() -> None:
+    """Three times the deadline over all, and each rank in its time."""
+    topology = Topology(num_experts=4, num_ranks=4)
+    start = Placement(topology, [[0, 1, 2, 3]] * 2)
+    target = Placement(topology, [[1, 0, 2, 3]] * 2)
+    layers = (ChangedLayer(0, True), ChangedLayer(1, True))
+    protocol = Protocol(Planned(Work(TRANSACTION, target, layers, 10.0, start)))
+    protocol.next()
+    for rank in range(4):
+        protocol.send(Tick(4.9))
+        protocol.done(staged(0, rank))
+    assert isinstance(protocol.state, Ready)
+    protocol.next()
+    protocol.done([*committed(0, start.with_layer(0, target), 0, 1, 2, 3), *staged(1, 2)])
+    for rank in (1, 0):
+        protocol.send(Tick(4.9))
+        protocol.done(staged(1, rank))
+    protocol.send(Tick(5.1))
+    assert state_name(protocol.state) == "ABORTING(layer 1, rank 3: not staged after 5.1 s without progress)"
 
 
 def test_progress_restarts_the_clock() -> None:
@@ -196,7 +270,8 @@ def test_progress_restarts_the_clock() -> None:
         protocol.send(Tick(40.0))  # a commit ends with its step, however long that is
         placement = placement.with_layer(layer, TARGET)
         protocol.done(committed(layer, placement))
-    assert isinstance(protocol.state, Done)
+    protocol.send(Tick(4.0))
+    assert isinstance(protocol.done(quiescent()), Done)
 
 
 def test_time_in_which_nobody_steps_the_engine_does_not_count() -> None:

@@ -75,13 +75,13 @@ def byte_ranks(
 
 
 def wrong_slots(ranks: MovingRanks) -> list[tuple[int, int]]:
-    """(layer, slot) of all ranks that do not hold the bytes of their expert, by the oracle and by no checksum."""
+    """(layer, slot) of all ranks that are not read as their expert, by the oracle and by no checksum."""
     topology = ranks.placement.topology
     wrong = []
     for layer, row in enumerate(ranks.placement.slot_to_expert.tolist()):
         for slot, expert in enumerate(row):
             storage = ranks.storages[topology.rank_of(slot)][layer]
             assert isinstance(storage, ByteSlots)
-            if not torch.equal(storage.slots[slot % topology.slots_per_rank], expert_bytes(layer, expert)):
+            if not torch.equal(storage.read(slot % topology.slots_per_rank), expert_bytes(layer, expert)):
                 wrong.append((layer, slot))
     return wrong

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.experts.formats.base import ExpertShape, ExpertTensors
 from trimtab.experts.formats.registry import find_format
-from trimtab.experts.ports import PreparedSlot
+from trimtab.experts.ports import Loan, PreparedSlot
 from trimtab.kernels.native import exchange
 from trimtab.kernels.native.library import SCALARS, Format, native_kernels
 from trimtab.kernels.native.moe import ACTIVATIONS, MoeShape, MoeWeights, NativeMoe, slot_nbytes
@@ -68,11 +68,13 @@ class NativeExpertKernel:
         return self._layer.copy_out(slot, out)
 
     def prepare(self, data: Tensor) -> PreparedSlot:
-        return data  # as it lies: copied once, into its slot
+        self._layer.check_slot_bytes(data)
+        return data  # as it lies: the kernel reads it there first, and then where it was copied to, in its slot
 
-    def install(self, slot: int, prepared: PreparedSlot) -> None:
+    def install(self, slot: int, prepared: PreparedSlot) -> Loan:
         assert isinstance(prepared, Tensor), "not prepared by this kernel"
-        self._layer.copy_in(slot, prepared)
+        self._layer.redirect(slot, prepared)
+        return _Redirection(self._layer, slot)
 
     def __call__(self, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:
         if hidden.dtype in SCALARS:
@@ -96,6 +98,20 @@ class NativeExpertKernel:
         total = torch.empty(out.shape, dtype=torch.float32)
         exchange.combine(outputs, slot_ids, gate_weights, total)
         out.copy_(total)
+
+
+class _Redirection:
+    """The loan of a slot that the kernel reads elsewhere."""
+
+    def __init__(self, layer: NativeMoe, slot: int) -> None:
+        self._layer = layer
+        self._slot = slot
+
+    def copy_home(self) -> int:
+        return self._layer.copy_home(self._slot)
+
+    def give_back(self) -> None:
+        self._layer.end_redirection(self._slot)
 
 
 def native_slot_nbytes(shape: ExpertShape, storage: str | torch.dtype) -> int:
