@@ -480,14 +480,14 @@ def test_a_rank_that_fails_in_the_midst_of_the_exchange_ends_the_start_by_its_wo
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, communicator: str, victim: int
 ) -> None:
     """B09: the others wait for it at a meeting of their own, outside of Gloo, and are told."""
-    exchange_checksums = mover_module.exchange_checksums
+    exchange_slots = mover_module.exchange_slots
 
     def exchange(storages: Any, placement: Any, communicator: Any, timeout_s: float) -> np.ndarray:
         if communicator.rank == victim:
             raise MemoryError("no page left")
-        return exchange_checksums(storages, placement, communicator, timeout_s)
+        return exchange_slots(storages, placement, communicator, timeout_s)
 
-    monkeypatch.setattr(mover_module, "exchange_checksums", exchange)
+    monkeypatch.setattr(mover_module, "exchange_slots", exchange)
     began = time.monotonic()
     with (
         pytest.raises(RuntimeError, match=f"rank {victim}: MemoryError: no page left"),

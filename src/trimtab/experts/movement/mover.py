@@ -24,7 +24,7 @@ from trimtab.experts.movement.communicator.base import Communicator, Header, Mov
 from trimtab.experts.movement.faults import Faults, NoFaults, Point
 from trimtab.experts.movement.pacing import Pacer
 from trimtab.experts.movement.staging import Arrival, Departure, LayerTraffic, plan_traffic
-from trimtab.experts.movement.verify import SlotMismatchError, check_slots, exchange_checksums, exchange_layouts
+from trimtab.experts.movement.verify import SlotMismatchError, check_slots, exchange_slots
 from trimtab.experts.placement import Placement
 from trimtab.experts.ports import Failed, Loan, MoverReport, PreparedSlot, Quiescent, SlotStorage, Staged
 from trimtab.kernels.checksum import checksum
@@ -116,16 +116,14 @@ class BackgroundMover:
         """Agrees with the other ranks on layouts, and on what each expert's bytes are.
 
         Collective: every rank, at start and after new weights, no transaction open. Waits. Raises SlotMismatchError,
-        and RankFailureError when a rank does not come in time.
+        and RankFailureError when a rank does not come in time or cannot tell. Ranks stay in step whatever it raises.
         """
         assert self._open is None and self._homecoming is None, "a transaction is open"
         errors: list[Exception] = []
 
         def work() -> None:
             try:
-                if self._checksums is None:  # layouts never change; later exchanges fail or succeed in one gathering
-                    exchange_layouts(self._storages, self._communicator, self._exchange_timeout_s)
-                self._checksums = exchange_checksums(
+                self._checksums = exchange_slots(
                     self._storages, placement, self._communicator, self._exchange_timeout_s
                 )
             except Exception as error:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from trimtab.distributed.errors import RankFailureError
 from trimtab.experts.movement.communicator.base import Communicator, Words
 from trimtab.experts.placement import Placement
 from trimtab.experts.ports import SlotStorage
@@ -19,15 +20,37 @@ class SlotMismatchError(RuntimeError):
     """Slots, or ranks, do not hold what they should: output would be wrong without a sign of it."""
 
 
-def exchange_layouts(
-    storages: Sequence[SlotStorage], communicator: Communicator, timeout_s: float | None = None
-) -> None:
-    """Raises SlotMismatchError where bytes would not mean the same in every layer and on every rank.
+def exchange_slots(
+    storages: Sequence[SlotStorage], placement: Placement, communicator: Communicator, timeout_s: float | None = None
+) -> Words:
+    """Agrees with the other ranks on what slots are and hold -> uint64 [L, E]: what each expert's slots hold.
 
-    Collective: every rank, at start.
+    Raises SlotMismatchError where bytes would not mean the same in every layer and on every rank, or where replicas of
+    an expert differ; RankFailureError where another rank could not tell.
+
+    Collective: every rank, at start and after new weights. A rank takes part in one gathering per call, whatever fails
+    on it or on others: ranks that gathered unequally often would never agree again.
     """
-    own = [f"{storage.num_slots} slots of {storage.slot_nbytes} bytes, {storage.layout}" for storage in storages]
+    failure: Exception | None = None
+    try:
+        own = {"layouts": _layouts(storages), "checksums": slot_checksums(storages).tolist()}
+    except Exception as error:
+        failure, own = error, {"failure": f"{type(error).__name__}: {error}"}
     by_rank = [json.loads(data) for data in communicator.all_gather(json.dumps(own).encode(), timeout_s)]
+    if failure is not None:
+        raise failure
+    for rank, found in enumerate(by_rank):
+        if "failure" in found:
+            raise RankFailureError(f"rank {rank} cannot tell what its slots hold: {found['failure']}")
+    _check_layouts([found["layouts"] for found in by_rank])
+    return expert_checksums(placement, np.concatenate([_words(found["checksums"]) for found in by_rank], axis=1))
+
+
+def _layouts(storages: Sequence[SlotStorage]) -> list[str]:
+    return [f"{storage.num_slots} slots of {storage.slot_nbytes} bytes, {storage.layout}" for storage in storages]
+
+
+def _check_layouts(by_rank: Sequence[Sequence[str]]) -> None:
     for rank, layouts in enumerate(by_rank):
         if len(layouts) != len(by_rank[0]):
             raise SlotMismatchError(f"rank {rank} has {len(layouts)} MoE layers and rank 0 has {len(by_rank[0])}")
@@ -37,6 +60,10 @@ def exchange_layouts(
                     f"experts of layer {layer} on rank {rank} are kept as ({layout}), those of layer 0 on rank 0 as "
                     f"({by_rank[0][0]}); experts move only where all layers and ranks keep them alike"
                 )
+
+
+def _words(rows: Sequence[Sequence[int]]) -> Words:
+    return np.array(rows, dtype=np.uint64)
 
 
 def slot_checksums(storages: Sequence[SlotStorage]) -> Words:
@@ -49,21 +76,6 @@ def slot_checksums(storages: Sequence[SlotStorage]) -> Words:
         ],
         dtype=np.uint64,
     )
-
-
-def exchange_checksums(
-    storages: Sequence[SlotStorage], placement: Placement, communicator: Communicator, timeout_s: float | None = None
-) -> Words:
-    """uint64 [L, E]: what each expert's slots hold. Raises SlotMismatchError where replicas of an expert differ.
-
-    Collective: every rank, at start and after new weights.
-    """
-    own = slot_checksums(storages)
-    parts = [
-        np.frombuffer(data, np.uint64).reshape(placement.num_layers, -1)
-        for data in communicator.all_gather(own.tobytes(), timeout_s)
-    ]
-    return expert_checksums(placement, np.concatenate(parts, axis=1))
 
 
 def expert_checksums(placement: Placement, by_slot: Words) -> Words:

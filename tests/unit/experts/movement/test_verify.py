@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from byte_ranks import FIRST, SECOND, byte_ranks, expert_bytes
+from torch import Tensor
 
 from trimtab.experts.movement.verify import SlotMismatchError, check_slots, expert_checksums, slot_checksums
 from trimtab.experts.placement import Placement, Topology
 from trimtab.kernels.checksum import checksum
-from trimtab.testing.movement import ByteSlots
+from trimtab.testing.movement import ByteSlots, MovingRanks
+from trimtab.testing.ranks import run_ranks
 
 TOPOLOGY = Topology(3, 1, 2)
 PLACEMENT = Placement(TOPOLOGY, [[0, 1, 2, 0], [2, 1, 0, 2]])
@@ -86,5 +88,59 @@ def test_new_weights_are_agreed_on_anew(tmp_path: Path) -> None:
             ranks.check_slots()
         ranks.exchange()
         ranks.check_slots()
+        ranks.rearrange(SECOND)
+        ranks.check_slots()
+
+
+class Unreadable(ByteSlots):
+    """Slots that cannot be read while `is_broken`."""
+
+    is_broken = True
+
+    def export_slot(self, slot: int, out: Tensor) -> int:
+        if self.is_broken:
+            raise OSError("bad page")
+        return super().export_slot(slot, out)
+
+
+def outcomes(ranks: MovingRanks) -> list[str]:
+    """By rank, what its exchange raised, each on a thread of its own."""
+
+    def exchange(rank: int) -> str:
+        try:
+            ranks.movers[rank].exchange(ranks.placement)
+        except (OSError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return run_ranks(len(ranks.movers), exchange)
+
+
+@pytest.mark.parametrize("communicator", ["shared_memory", "torch_gloo"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["at start", "after new weights"])
+def test_a_rank_that_fails_before_it_gathers_leaves_ranks_in_step(
+    communicator: str, is_first: bool, tmp_path: Path
+) -> None:
+    """It takes part all the same, so that others learn at once why, and the next exchange is everyone's next."""
+    with byte_ranks(tmp_path, communicator=communicator, timeout_s=3_600.0, exchange=False) as ranks:
+        whole = ranks.movers[1]._storages[1]
+        assert isinstance(whole, ByteSlots)
+        broken = Unreadable(whole.num_slots, whole.slot_nbytes)
+        broken.slots.copy_(whole.slots)
+        ranks.movers[1]._storages[1] = broken  # type: ignore[index]
+        if not is_first:
+            broken.is_broken = False
+            assert outcomes(ranks) == ["", ""]
+            broken.is_broken = True
+        for _ in range(2):
+            assert outcomes(ranks) == [
+                "RankFailureError: rank 1 cannot tell what its slots hold: OSError: bad page",
+                "OSError: bad page",
+            ]
+        broken.layout = "transposed"
+        broken.is_broken = False
+        assert all("are kept as (3 slots of 700 bytes, transposed)" in why for why in outcomes(ranks))
+        broken.layout = "bytes"
+        assert outcomes(ranks) == ["", ""]
         ranks.rearrange(SECOND)
         ranks.check_slots()

@@ -96,7 +96,7 @@ class Communicator(Protocol):
     def all_gather(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Every rank's data, by rank. Collective, outside of transactions: at start and after new weights.
 
-        Ranks call it equally often, also after one that failed.
+        Ranks call it equally often, also after one that failed: who has nothing to give gives word of that.
 
         At such times ranks come far apart: `timeout_s` may allow for more than the communicator's own.
         """
