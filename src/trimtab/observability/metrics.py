@@ -24,8 +24,8 @@ Samples = Iterable[tuple[tuple[str, ...], Any]]  # (label values, value)
 
 # `state` of eplb_stats, without what it says in parentheses.
 EPLB_STATES = (
-    "IDLE", "WAITING_FOR_LOAD", "WAITING_FOR_POLICY", "PLANNED", "STAGING", "READY", "COMMITTING", "COMMITTED", "DONE",
-    "ABORTING", "ABORTED", "BROKEN",
+    "IDLE", "WAITING_FOR_LOAD", "WAITING_FOR_POLICY", "PLANNED", "STAGING", "READY", "COMMITTING", "COMMITTED",
+    "FINISHING", "DONE", "ABORTING", "ABORTED", "BROKEN",
 )  # fmt: skip
 
 
