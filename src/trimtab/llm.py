@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from trimtab.assemble import Parts, assemble, read_generation_config
 from trimtab.config import config_from_options
 from trimtab.engine.engine import MixedWeightsError
+from trimtab.engine.executor.multiprocess import MAX_STEP_S
 from trimtab.experts.data.capture import ExpertUsage
-from trimtab.models.resolve import resolve_weights
+from trimtab.models.resolve import resolve_weights, weights_nbytes
 from trimtab.observability.interrupts import hold_interrupts
 from trimtab.observability.progress import progress_bar, stderr_is_terminal
 from trimtab.outputs import CompletionOutput, RequestOutput
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trimtab.experts.control.controller import Controller
+
+# Of a disk, while several ranks read from it.
+SLOWEST_READ_BYTES_PER_S = 20e6
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -227,16 +231,21 @@ class LLM:
 
         write_placement(self._controller().placement, path)
 
-    def update_weights(self, path: str) -> int:
+    def update_weights(self, path: str, *, timeout_s: float | None = None) -> int:
         """New weights from a checkpoint of the same model, while requests run -> the weights' version, counted from 0.
 
         `path` is a folder of this machine. All files are checked on all ranks before anything changes: ValueError says
         what does not fit, and the old weights go on serving. Running requests go on with the new weights, on the keys
         and values they have; cached prefixes are forgotten. A failure after the first byte raises MixedWeightsError: no
         request is taken until weights were loaded whole.
+
+        A rank that takes longer than `timeout_s` to check or to write them ends the engine; None: ten minutes, and more
+        for files that are not read in that time at 20 MB/s.
         """
-        folder = str(resolve_weights(path))
-        self.engine.request_refit(folder, self.config.num_ranks)
+        folder, num_ranks = resolve_weights(path), self.config.num_ranks
+        if timeout_s is None:  # each rank reads the dense part, and all ranks share a disk
+            timeout_s = max(MAX_STEP_S, num_ranks * weights_nbytes(folder) / SLOWEST_READ_BYTES_PER_S)
+        self.engine.request_refit(str(folder), num_ranks, timeout_s)
         while (result := self.engine.refit_result) is None:
             self._step()
         if result.is_harmed:
@@ -251,7 +260,8 @@ class LLM:
         return cast("Controller", self.engine.balancer)
 
     def shutdown(self) -> None:
-        """Ends what the engine started; safe to call twice."""
+        """Ends what the engine started, requests that run included; safe to call twice. Experts that are on their way
+        come to rest first."""
         self.engine.shutdown()
 
     def __enter__(self) -> LLM:

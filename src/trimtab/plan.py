@@ -58,6 +58,8 @@ class StepPlan:
     commands: list[Command] = field(default_factory=list)  # the balancer's, executed before the forward
     # Whether any rank computes in this step: MoE layers are collective, so one without rows then takes part with none.
     runs_forward: bool = False
+    # Commands read new weights in this step: it may take as long as this, in place of the executor's own limit.
+    weights_timeout_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +125,10 @@ class PendingStep(Protocol):
     """A step in flight. `get` waits for all ranks' outputs; called exactly once, in launch order."""
 
     def get(self) -> list[StepOutput]: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits no longer than that -> whether `get` would return, or raise, at once."""
+        ...
 
 
 class Executor(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from eplb_watch import LIMITS, SHUFFLE, Traffic, Watch, assert_same, nothing_is_left, prompts, rank_balancers, reasons
 
 from trimtab import LLM, SamplingParams, ranks
-from trimtab.engine.engine import MixedWeightsError
+from trimtab.engine.engine import EngineDeadError, MixedWeightsError
 from trimtab.experts.movement.faults import Point
 from trimtab.experts.placement import Placement
 from trimtab.models.language_model import LanguageModel
@@ -209,6 +210,49 @@ def test_b23_a_failure_after_the_first_byte_on_one_rank_serves_nobody_until_weig
         if eplb:
             Watch(llm).check()
             assert llm.eplb_stats()["rearrangements"]["failed"] == 0
+
+
+@pytest.mark.parametrize("layout", ["threads", "threads, EPLB"])
+def test_weights_that_take_longer_than_their_deadline_end_the_engine_and_say_what_to_do(
+    old: Path, new: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, goes_on = ranks.refit, threading.Event()
+
+    def slow(model: LanguageModel, path: str, placement: Placement | None, rank: int) -> None:
+        if rank == 1:
+            goes_on.wait()
+        whole(model, path, placement, rank)
+
+    with LLM(str(old), **LIMITS | LAYOUTS[layout]) as llm:
+        for timeout_s in (0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match=r"timeout_s \(.*\) must be above 0 seconds; leave it out"):
+                llm.update_weights(str(new), timeout_s=timeout_s)
+        assert llm.update_weights(str(new), timeout_s=1e6) == 1
+        monkeypatch.setattr(ranks, "refit", slow)
+        remedy = "it was reading new weights: give update_weights a larger timeout_s"
+        try:
+            with pytest.raises(EngineDeadError, match=rf"did not answer step \d+ within 0\.5 s.*; {remedy}"):
+                llm.update_weights(str(old), timeout_s=0.5)
+        finally:
+            goes_on.set()
+
+
+def test_the_deadline_of_new_weights_grows_with_their_bytes(
+    old: Path, new: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(old), **LIMITS | DP2) as llm:
+        found: list[float] = []
+        request_refit = llm.engine.request_refit
+
+        def noted(path: str, num_ranks: int, timeout_s: float) -> None:
+            found.append(timeout_s)
+            request_refit(path, num_ranks, timeout_s)
+
+        monkeypatch.setattr(llm.engine, "request_refit", noted)
+        llm.update_weights(str(new))
+        monkeypatch.setattr("trimtab.llm.weights_nbytes", lambda folder: 10**12)
+        llm.update_weights(str(new))
+        assert found == [600.0, 2 * 10**12 / 20e6]
 
 
 def test_ranks_that_agree_on_a_table_agree_on_the_new_weights(old: Path, new: Path) -> None:

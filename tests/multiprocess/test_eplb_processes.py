@@ -91,3 +91,21 @@ def test_a_rank_that_is_lost_during_a_transfer_ends_the_engine_within_five_secon
         llm.shutdown()
         assert not any(Path(f"/proc/{process.pid}").exists() for process in workers.processes)
         hold.unlink()
+
+
+def test_rule_18_shutdown_during_a_transfer_aborts_it_on_all_ranks_before_they_end(
+    checkpoints: list[Path], expected: list[list[RequestOutput]], hold: Path
+) -> None:
+    options: dict[str, Any] = {"distributed_executor_backend": "mp", "data_parallel_size": 2}
+    with balanced(checkpoints[0], **options) as llm:
+        traffic = Traffic(llm, PROMPTS, expected[0], SAMPLING)
+        traffic.until(lambda: traffic.outcome("done") >= 1)
+        hold.touch()
+        traffic.until(lambda: llm.eplb_stats()["state"].startswith("STAGING") and llm.engine.num_unfinished == 4)
+        assert isinstance(llm.engine.executor, MultiprocessExecutor)
+        processes = llm.engine.executor.workers.processes
+        llm.shutdown()
+        ended = [entry for entry in llm.eplb_stats()["events"] if entry["event"] == "aborted"]
+        assert [entry["reason"] for entry in ended] == ["drain"], "all ranks said that their movers rest"
+        assert llm._controller().is_at_rest and all(process.returncode is not None for process in processes)
+        hold.unlink()

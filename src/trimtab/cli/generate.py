@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +29,14 @@ def open_llm(model: str, options: EngineOptions | None) -> LLM:
     from trimtab import LLM
 
     given = {name: value for name, value in vars(config).items() if name != "model"}
-    return LLM(model=config.model, **given)
+    llm = LLM(model=config.model, **given)
+    atexit.register(_shut_down, weakref.ref(llm))  # also after Ctrl-C: experts that move come to rest
+    return llm
+
+
+def _shut_down(reference: weakref.ref[LLM]) -> None:
+    if (llm := reference()) is not None:
+        llm.shutdown()
 
 
 def engine_prompt(llm: LLM, prompt: PromptLine) -> Any:

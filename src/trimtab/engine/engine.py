@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -19,7 +21,7 @@ from trimtab.engine.request import Request, spawn
 from trimtab.engine.scheduler import Progress, RowStore, Scheduler
 from trimtab.engine.stats import rank_stats, total_stats
 from trimtab.engine.stop import bad_word_token_ids
-from trimtab.experts.ports import Command, Report
+from trimtab.experts.ports import CheckWeights, Command, Refit, Report
 from trimtab.experts.routed_experts import RoutedExpertsLayout
 from trimtab.outputs import RequestMetrics, RequestOutput
 from trimtab.plan import Executor, KVCacheConfig, PendingStep, StepPlan
@@ -29,11 +31,16 @@ if TYPE_CHECKING:
     from trimtab.engine.routed_experts import FrozenRows
     from trimtab.experts.control.refit import RefitResult
 
+logger = logging.getLogger(__name__)
+
 # Between plans of commands alone, which nobody's tokens wait for: the mover and the policy need the cores more.
 COMMAND_STEP_PAUSE_S = 0.001
 
 # Until all ranks have read a checkpoint's headers, or an open rearrangement has come to rest.
 REFIT_TIMEOUT_S = 300.0
+
+# An engine that is shut down waits so long for its movers to come to rest; then its ranks end in the midst of it.
+DRAIN_TIMEOUT_S = 3.0
 
 
 class EngineDeadError(RuntimeError):
@@ -49,7 +56,7 @@ class Balancer(Protocol):
 
     1. `commands` for each step, before it is sent to the ranks. 2. `on_reports` with those of each step's output, in
     the order of the steps; raises where ranks disagree, which ends the engine. `wants_step`: it has something to send
-    or to hear, and nothing is scheduled: plans of commands alone will do.
+    or to hear, and nothing is scheduled: plans of commands alone will do. 3. `drain`, step while `wants_step`, `close`.
     """
 
     @property
@@ -73,6 +80,16 @@ class Balancer(Protocol):
     def commands(self, *, runs_forward: bool, now: float) -> list[Command]: ...
 
     def on_reports(self, reports: Sequence[Report], now: float) -> None: ...
+
+    def begin_warm_up(self) -> None:
+        """Steps from now on are no traffic."""
+        ...
+
+    def end_warm_up(self) -> None: ...
+
+    def drain(self) -> None:
+        """Nothing new from now on; what is open is given up with the next plan."""
+        ...
 
     def close(self) -> None: ...
 
@@ -101,6 +118,15 @@ class NoBalancer:
     def on_reports(self, reports: Sequence[Report], now: float) -> None:
         pass
 
+    def begin_warm_up(self) -> None:
+        pass
+
+    def end_warm_up(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -111,7 +137,7 @@ class Engine:
     1. `add_request` checks and queues; a request that cannot run raises ValueError and harms no other.
     2. `step` while `has_unfinished`: each call takes one step's tokens and returns the requests they moved. While only
        `has_work`, a step brings the experts on their way further.
-    3. `abort` ends a request early and gives its last output.
+    3. `abort` ends a request early and gives its last output. 4. `shutdown` ends the ranks, their movers at rest.
 
     The limits of `scheduler` and the blocks of `kv_cache` are those of each data-parallel rank. With `routed_experts`,
     the form in which workers capture them, outputs say which experts each token used.
@@ -158,6 +184,8 @@ class Engine:
         )
         self.balancer = balancer or NoBalancer()
         self.weights_version = self.balancer.weights_version  # counts refits
+        self._weights_timeout_s: float | None = None  # of steps that read new weights
+        self._is_shut_down = False
         self.in_flight: deque[tuple[list[StepPlan], PendingStep]] = deque()
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
@@ -183,20 +211,11 @@ class Engine:
         """Keeps `async_depth` steps in flight, takes the oldest one's output and returns the requests it moved."""
         self._check_alive()
         try:
-            while len(self.in_flight) < self.async_depth and (plans := self._next_plans()):
-                self.in_flight.append((plans, self.executor.execute(plans)))
+            self._launch()
             if not self.in_flight:
                 assert not self._requests, "unfinished requests, none in flight and none that can be scheduled"
                 return []
-            plans, pending = self.in_flight.popleft()
-            outputs = pending.get()
-            reports = [report for output in outputs for report in output.reports]
-            self.balancer.on_reports(reports, time.monotonic())
-            self._note_weights()
-            moved = self._emit(self.scheduler.advance(plans, outputs))
-            if (reason := self.balancer.unhealthy_reason) and self._requests:
-                moved += self._fail_requests(f"the weights cannot be computed with: {reason}")
-            return moved
+            return self._take_oldest()
         except Exception as cause:
             return self._die(cause)
         except BaseException as cause:  # Ctrl-C: nobody knows how far the worker came with the step
@@ -268,18 +287,22 @@ class Engine:
         for rank in self.scheduler.ranks:
             rank.allocator.reset_prefix_cache(weights_version)
 
-    def request_refit(self, path: str, num_ranks: int) -> None:
-        """New weights from `path` on all ranks; `step` brings them, and `refit_result` tells how it ended.
+    def request_refit(self, path: str, num_ranks: int, timeout_s: float) -> None:
+        """New weights from `path` on all ranks; `step` brings them, and `refit_result` tells how it ended. A rank that
+        takes longer than `timeout_s` to check or to write them ends the engine.
 
         Raises ValueError while others are being loaded.
         """
         self._check_alive()
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s ({timeout_s}) must be above 0 seconds; leave it out to have it from the files")
         if isinstance(self.balancer, NoBalancer):
             from trimtab.experts.control.refit_only import RefitOnly  # off means absent
 
             self.balancer = RefitOnly(num_ranks, REFIT_TIMEOUT_S, num_in_flight=len(self.in_flight))
         assert isinstance(self.balancer, Refitting)
         self.balancer.request_refit(path, self.weights_version + 1)
+        self._weights_timeout_s = timeout_s
 
     @property
     def refit_result(self) -> RefitResult | None:
@@ -306,9 +329,65 @@ class Engine:
         total = total_stats(ranks)
         return {**total, "num_unfinished": self.num_unfinished, "ranks": ranks}
 
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Requests that run inside are no traffic to the balancer: its clock stands, its window stays as it is, and
+        they start no rearrangement; so it is again afterwards, however the block ends (B26)."""
+        self.balancer.begin_warm_up()
+        try:
+            yield
+        finally:
+            self.balancer.end_warm_up()
+
     def shutdown(self) -> None:
-        self.balancer.close()
-        self.executor.shutdown()
+        """Ends everything that was started, requests that run included; safe to call twice.
+
+        A rearrangement that is open is aborted first, so that movers rest before their ranks end; one that does not
+        come to rest in time, or an engine that met a fault, is ended all the same.
+        """
+        try:
+            if not self._is_shut_down and self._cause is None:
+                self._drain()
+        finally:
+            self._is_shut_down = True
+            self.balancer.close()
+            self.executor.shutdown()
+
+    def _launch(self) -> None:
+        while len(self.in_flight) < self.async_depth and (plans := self._next_plans()):
+            self.in_flight.append((plans, self.executor.execute(plans)))
+
+    def _take_oldest(self) -> list[RequestOutput]:
+        plans, pending = self.in_flight.popleft()
+        outputs = pending.get()
+        reports = [report for output in outputs for report in output.reports]
+        self.balancer.on_reports(reports, time.monotonic())
+        self._note_weights()
+        moved = self._emit(self.scheduler.advance(plans, outputs))
+        if (reason := self.balancer.unhealthy_reason) and self._requests:
+            moved += self._fail_requests(f"the weights cannot be computed with: {reason}")
+        return moved
+
+    def _drain(self) -> None:
+        """Plans of commands alone, until the balancer has nothing open on any rank. Bounded: what a rank does not
+        answer in time is not waited for."""
+        self.balancer.drain()
+        if not self.balancer.wants_step:
+            return
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        try:
+            while self.balancer.wants_step:
+                self._launch()
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self.in_flight[0][1].wait(left_s):
+                    logger.warning("experts were moving at shutdown and did not come to rest in %g s", DRAIN_TIMEOUT_S)
+                    return
+                self._take_oldest()
+        except Exception as cause:  # a rank that fails now would have ended anyway
+            self._die(cause)
+            logger.warning("experts were moving at shutdown, and a rank failed: %r", cause)
 
     def _note_weights(self) -> None:
         """With new weights nothing that was computed with the old ones is found any more. Requests that run go on, on
@@ -328,8 +407,10 @@ class Engine:
             plans = self.scheduler.command_step()
         if plans is not None:
             commands = self.balancer.commands(runs_forward=plans[0].runs_forward, now=time.monotonic())
+            reads_weights = any(isinstance(command, CheckWeights | Refit) for command in commands)
             for plan in plans:
                 plan.commands = commands
+                plan.weights_timeout_s = self._weights_timeout_s if reads_weights else None
         return plans
 
     # -- requests in ---------------------------------------------------------------------------------------------------

@@ -24,6 +24,11 @@ def resolve_weights(name: str | Path) -> Path:
     return _local_folder(name, "path", "of the model that is served")
 
 
+def weights_nbytes(folder: Path) -> int:
+    """Bytes of the files that hold its weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def _local_folder(name: str | Path, what: str, expected: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trimtab.engine import engine as engine_module
 from trimtab.engine.config import CacheConfig, SchedulerConfig
 from trimtab.engine.engine import Engine, EngineDeadError, NoBalancer
 from trimtab.engine.scheduler import Scheduler
@@ -480,6 +481,76 @@ def test_an_idle_engine_sends_plans_of_commands_alone_until_the_balancer_is_done
     assert len(tokens_of(engine, [1, 2], max_tokens=2)) == 2 and not engine.has_work
     engine.shutdown()
     assert balancer.is_closed
+
+
+class DrainedBalancer(ScriptedBalancer):
+    """Has something open until two plans after `drain` have come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.story: list[str] = []
+        self._rests_at = -1
+
+    @property
+    def wants_step(self) -> bool:  # type: ignore[override]
+        return self.num_outputs != self._rests_at
+
+    def drain(self) -> None:
+        self.story.append("drain")
+        self._rests_at = self.num_outputs + 2
+
+    def close(self) -> None:
+        self.story.append("close")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_shutdown_drains_the_balancer_before_the_ranks_end(depth: int) -> None:
+    engine = make_engine(async_depth=depth)
+    engine.balancer = balancer = DrainedBalancer()
+    engine.add_request("r", [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()
+    assert isinstance(engine.executor, ScriptedExecutor)
+    num_plans = len(engine.executor.ranks[0].plans)
+    engine.shutdown()
+    assert balancer.story == ["drain", "close"] and not balancer.wants_step
+    plans = engine.executor.ranks[0].plans[num_plans:]
+    assert plans and not any(plan.runs_forward for plan in plans), "nobody's tokens are computed any more"
+    assert not engine.has_unfinished and engine.executor.is_shut_down
+    engine.shutdown()
+    assert balancer.story == ["drain", "close", "close"]
+
+
+def test_a_balancer_that_never_rests_holds_up_a_shutdown_no_longer_than_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "DRAIN_TIMEOUT_S", 0.0)
+    engine = make_engine()
+    engine.balancer = DrainedBalancer()
+    engine.shutdown()
+    assert isinstance(engine.executor, ScriptedExecutor) and engine.executor.is_shut_down
+    assert "did not come to rest in 0 s" in caplog.text
+
+
+def test_a_rank_that_fails_while_the_balancer_drains_does_not_keep_the_rest_from_ending(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine(raise_at_step=0)
+    engine.balancer = balancer = DrainedBalancer()
+    engine.shutdown()
+    assert isinstance(engine.executor, ScriptedExecutor) and engine.executor.is_shut_down
+    assert balancer.story[-1] == "close" and "experts were moving at shutdown, and a rank failed" in caplog.text
+
+
+def test_plans_that_read_new_weights_have_a_deadline_of_their_own_and_others_have_none() -> None:
+    engine = make_engine()
+    engine.request_refit("/new", 1, 77.0)
+    tokens_of(engine, [1, 2], max_tokens=3)
+    assert isinstance(engine.executor, ScriptedExecutor)
+    plans = engine.executor.ranks[0].plans
+    assert {plan.weights_timeout_s for plan in plans if plan.commands} == {77.0}
+    assert {plan.weights_timeout_s for plan in plans if not plan.commands} == {None}
+    with pytest.raises(ValueError, match=r"timeout_s \(0\) must be above 0 seconds"):
+        make_engine().request_refit("/new", 1, 0)
 
 
 def test_nothing_is_kept_of_finished_requests() -> None:

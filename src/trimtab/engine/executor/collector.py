@@ -45,16 +45,31 @@ class StepCollector:
             self._faults.append(fault)
             self._changed.notify_all()
 
-    def take(self, step_id: int, timeout_s: float | None = None) -> list[StepOutput]:
+    def wait(self, step_id: int, timeout_s: float) -> bool:
+        """Waits no longer than that -> whether `take` would return, or raise a fault whose cause is known, at once."""
+
+        def is_there() -> bool:
+            return len(self._outputs.get(step_id, ())) == self.num_ranks or bool(self._faults)
+
+        with self._changed:
+            return self._changed.wait_for(is_there, max(timeout_s, 0.0))
+
+    def take(
+        self, step_id: int, timeout_s: float | None = None, *, weights_timeout_s: float | None = None
+    ) -> list[StepOutput]:
         """All ranks' outputs, indexed by rank. Raises the fault of the rank that failed, or `WorkerFailedError` for one
-        that has not answered after `timeout_s`."""
+        that has not answered after `timeout_s`, or `weights_timeout_s` in its place where new weights are read."""
+        remedy = ""
+        if weights_timeout_s is not None:
+            timeout_s = weights_timeout_s
+            remedy = "; it was reading new weights: give update_weights a larger timeout_s if that takes longer here"
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while len(self._outputs.get(step_id, ())) < self.num_ranks:
                 self.check()
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise self._late(step_id, timeout_s)
+                    raise self._late(step_id, timeout_s, remedy)
                 if self._faults:
                     left = CAUSE_GRACE_S / 20
                 self._changed.wait(left)
@@ -81,8 +96,8 @@ class StepCollector:
             if self._faults and time.monotonic() - self._first_fault_s > CAUSE_GRACE_S:
                 raise self._faults[0]
 
-    def _late(self, step_id: int, timeout_s: float | None) -> WorkerFailedError:
+    def _late(self, step_id: int, timeout_s: float | None, remedy: str) -> WorkerFailedError:
         answered = self._outputs.get(step_id, {})
         silent = [rank for rank in range(self.num_ranks) if rank not in answered]
         others = f"; so did not ranks {silent[1:]}" if silent[1:] else ""
-        return WorkerFailedError(silent[0], f"did not answer step {step_id} within {timeout_s:g} s{others}")
+        return WorkerFailedError(silent[0], f"did not answer step {step_id} within {timeout_s:g} s{others}{remedy}")

@@ -65,7 +65,7 @@ class MultiprocessExecutor:
             message = encode(Step(plan))
             for rank in range(index * self.tensor_parallel_size, (index + 1) * self.tensor_parallel_size):
                 self.workers.send(rank, message)
-        return _MultiprocessStep(self, plans[0].step_id)
+        return _MultiprocessStep(self, plans[0])
 
     def check_health(self) -> None:
         self.workers.collector.check()
@@ -76,15 +76,21 @@ class MultiprocessExecutor:
 
 
 class _MultiprocessStep:
-    def __init__(self, executor: MultiprocessExecutor, step_id: int) -> None:
-        self._executor, self._step_id = executor, step_id
+    def __init__(self, executor: MultiprocessExecutor, plan: StepPlan) -> None:
+        self._executor, self._step_id = executor, plan.step_id
+        self._weights_timeout_s = plan.weights_timeout_s
 
     def get(self) -> list[StepOutput]:
         executor = self._executor
         try:
-            outputs = executor.workers.collector.take(self._step_id, executor.max_step_s)
+            outputs = executor.workers.collector.take(
+                self._step_id, executor.max_step_s, weights_timeout_s=self._weights_timeout_s
+            )
         except Exception as fault:
             executor.workers.collector.fail(fault)  # a deadline: the watching thread does not know of it
             executor.shutdown()
             raise
         return join_token_groups(outputs, executor.tensor_parallel_size)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._executor.workers.collector.wait(self._step_id, timeout_s)

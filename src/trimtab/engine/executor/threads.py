@@ -62,7 +62,7 @@ class ThreadsExecutor:
         self.collector.check()
         for rank, inbox in enumerate(self._inboxes):
             inbox.put(plans[rank // self.tensor_parallel_size])
-        return _ThreadsStep(self.collector, plans[0].step_id, self.tensor_parallel_size)
+        return _ThreadsStep(self.collector, plans[0], self.tensor_parallel_size)
 
     def check_health(self) -> None:
         self.collector.check()
@@ -78,11 +78,16 @@ class ThreadsExecutor:
 
 
 class _ThreadsStep:
-    def __init__(self, collector: StepCollector, step_id: int, tensor_parallel_size: int) -> None:
-        self._collector, self._step_id, self._stride = collector, step_id, tensor_parallel_size
+    def __init__(self, collector: StepCollector, plan: StepPlan, tensor_parallel_size: int) -> None:
+        self._collector, self._step_id, self._stride = collector, plan.step_id, tensor_parallel_size
+        self._weights_timeout_s = plan.weights_timeout_s
 
     def get(self) -> list[StepOutput]:
-        return join_token_groups(self._collector.take(self._step_id), self._stride)
+        outputs = self._collector.take(self._step_id, weights_timeout_s=self._weights_timeout_s)
+        return join_token_groups(outputs, self._stride)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._collector.wait(self._step_id, timeout_s)
 
 
 def _run_rank(

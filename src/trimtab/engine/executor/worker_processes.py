@@ -12,6 +12,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -41,6 +42,8 @@ _STOP_S = 3.0
 _LAST_WORDS_S = 0.3
 _MAX_SOCKET_PATH = 100  # Linux allows 107 bytes
 
+_started: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
+
 
 class WorkerProcesses:
     """One process per rank, its stdin held open as its lifeline.
@@ -49,6 +52,8 @@ class WorkerProcesses:
     2. `send` gives a rank a command; outputs arrive in `collector`. The watching thread ends all workers as soon as
        one dies, fails or falls silent, and leaves the reason in `collector`.
     3. `shutdown` ends them in order, or kills those that do not; safe to call twice, and from any thread.
+
+    All of it is the starting process's: one that is forked from it holds no lifeline, and its end ends nothing.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class WorkerProcesses:
         self.facts: dict[int, dict[str, int]] = {}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.folder = folder or private_folder()
+        self._owner = os.getpid()
         self._max_silence_s = max_silence_s
         self._progress = progress
         self._gave_up: set[int] = set()  # ranks that have said why they end
@@ -74,16 +80,21 @@ class WorkerProcesses:
         self._ending = threading.Event()
         self._end_lock = threading.Lock()
         self._context = zmq.Context()
-        self._commands = [self._bind(zmq.PUSH, commands_address(self.folder, rank)) for rank in range(self.num_ranks)]
-        self._reports = self._bind(zmq.PULL, reports_address(self.folder))
+        self._commands: list[zmq.Socket] = []
+        self._reports = self._context.socket(zmq.PULL)
         self._watch_thread = threading.Thread(target=self._watch, name="trimtab-workers", daemon=True)
+        _started.add(self)
         try:
+            self._reports.bind(reports_address(self.folder))
+            for rank in range(self.num_ranks):
+                self._commands.append(self._context.socket(zmq.PUSH))
+                self._commands[rank].bind(commands_address(self.folder, rank))
             with hold_interrupts():  # a process must not start without being noted
                 for _ in setups:
                     self.processes.append(_start(entry, environment))
+            self._watch_thread.start()  # first: a process that reads nothing would hold the next lines up for ever
             for rank, setup in enumerate(setups):
                 _tell(self.processes[rank], WorkerStart(rank, self.folder, HEARTBEAT_S, setup))
-            self._watch_thread.start()
         except BaseException:
             self.shutdown()
             raise
@@ -104,6 +115,8 @@ class WorkerProcesses:
                 self._ending.wait(0.01)
 
     def shutdown(self) -> None:
+        if os.getpid() != self._owner:
+            return
         with self._end_lock:
             if self._ending.is_set():
                 return
@@ -114,6 +127,7 @@ class WorkerProcesses:
             if self._watch_thread.ident is not None and self._watch_thread is not threading.current_thread():
                 self._watch_thread.join()
             self._kill()
+            self.drop_lifelines()
             for socket in (*self._commands, self._reports):
                 socket.close(linger=0)
             self._context.term()
@@ -121,10 +135,12 @@ class WorkerProcesses:
 
     # -- starting and ending -------------------------------------------------------------------------------------------
 
-    def _bind(self, kind: int, address: str) -> zmq.Socket:
-        socket = self._context.socket(kind)
-        socket.bind(address)
-        return socket
+    def drop_lifelines(self) -> None:
+        """Called on: the thread that shuts down; and a process forked from this one, which would keep the workers alive
+        when this one is gone."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
 
     def _stop_in_order(self) -> None:
         stop = encode(Stop())
@@ -142,9 +158,6 @@ class WorkerProcesses:
                 process.kill()  # also what is stopped
         for process in self.processes:
             process.wait()
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
@@ -159,6 +172,7 @@ class WorkerProcesses:
 
     def _watch_until_the_end(self) -> None:
         last_heard = [time.monotonic()] * self.num_ranks
+        last_awake = last_heard.copy()
         last_look = time.monotonic()
         while not self._ending.is_set():
             self._reports.poll(_POLL_MS)
@@ -168,8 +182,12 @@ class WorkerProcesses:
             now = time.monotonic()
             if now - last_look > 1.0:  # it was the controller that was held up
                 last_heard = [now] * self.num_ranks
+                last_awake = [now] * self.num_ranks
             last_look = now
             if self.collector.has_failed or self._find_dead() or self._find_silent(now, last_heard):
+                self._hear_the_cause()
+                return
+            if not self._all_ready.is_set() and self._find_stopped(now, last_awake):
                 self._hear_the_cause()
                 return
 
@@ -240,6 +258,33 @@ class WorkerProcesses:
             )
         return bool(silent)
 
+    def _find_stopped(self, now: float, last_awake: list[float]) -> bool:
+        """While workers start, silence may be work; whether a process is stopped is known to the system."""
+        for rank, process in enumerate(self.processes):
+            if not _is_stopped(process):
+                last_awake[rank] = now
+        stopped = [rank for rank, awake in enumerate(last_awake) if now - awake > self._max_silence_s]
+        for rank in stopped:
+            reason = f"its process ({self.processes[rank].pid}) was stopped for {now - last_awake[rank]:.1f} s"
+            self.collector.fail(WorkerFailedError(rank, f"{reason} while it started"))
+        return bool(stopped)
+
+
+def _drop_all_lifelines() -> None:
+    for workers in list(_started):
+        workers.drop_lifelines()
+
+
+os.register_at_fork(after_in_child=_drop_all_lifelines)
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        # WNOWAIT: asked again, it answers again, for as long as the process is stopped.
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # ended, and that is seen elsewhere
+        return False
+
 
 def _start(entry: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     home = str(Path(__file__).parents[3])  # of the package, wherever this process found it
@@ -249,6 +294,7 @@ def _start(entry: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes
     return subprocess.Popen(
         [sys.executable, "-P", "-m", entry],
         stdin=subprocess.PIPE,
+        bufsize=0,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
         process_group=0,  # a terminal's Ctrl-C is for the controller alone
     )
@@ -256,10 +302,11 @@ def _start(entry: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes
 
 def _tell(process: subprocess.Popen[bytes], start: WorkerStart) -> None:
     content = encode_start(start)
+    left = memoryview(LENGTH.pack(len(content)) + content)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it died: the watching thread will say how
-        process.stdin.write(LENGTH.pack(len(content)) + content)
-        process.stdin.flush()
+        while left:
+            left = left[process.stdin.write(left) :]
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:

@@ -52,6 +52,16 @@ class RefitOnly:
         self._num_done += 1
         self._tick(now, is_idle=False)
 
+    def begin_warm_up(self) -> None:
+        """Nothing counts steps here."""
+
+    def end_warm_up(self) -> None:
+        """As `begin_warm_up`."""
+
+    def drain(self) -> None:
+        """Weights that are being checked are given up; those that are being written are not."""
+        self._refits.cancel("the engine shuts down; nothing was changed")
+
     def close(self) -> None:
         """Nothing was started."""
 
