@@ -131,6 +131,19 @@ def test_a_row_is_bitwise_the_same_alone_in_any_batch_and_at_any_position(weight
 
 
 @ALL_FORMATS
+def test_no_number_of_rows_of_an_expert_changes_a_row(weight_format):
+    """Few rows are multiplied in whole steps, many strip by strip, in tiles of every height; the depth is no multiple
+    of a block, of a turn of the prefetcher or of the words taken together."""
+    generator = torch.Generator().manual_seed(16)
+    layer = make_layer(KERNELS, MoeShape(587, 75), weight_format, 2, generator)
+    hidden = torch.randn(110, 587, generator=generator)
+    slot_ids, gates = torch.ones(110, 1, dtype=torch.int64), torch.rand(110, 1, generator=generator)
+    alone = rows_alone(layer, hidden, slot_ids, gates)
+    for size in [*range(2, 50), 95, 96, 97, 110]:
+        assert torch.equal(layer.native(hidden[-size:], slot_ids[-size:], gates[-size:]), alone[-size:]), size
+
+
+@ALL_FORMATS
 def test_the_slot_an_expert_lies_in_changes_no_bit(weight_format):
     generator = torch.Generator().manual_seed(8)
     layer = make_layer(KERNELS, MoeShape(96, 64), weight_format, 6, generator)

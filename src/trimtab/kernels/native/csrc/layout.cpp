@@ -6,7 +6,6 @@
 namespace trimtab {
 namespace {
 
-constexpr int64_t kWordBytes = 4;
 constexpr int64_t kCacheLine = 64;
 // Below this a matrix is packed sooner than a second thread wakes up.
 constexpr int64_t kParallelBytes = 1 << 20;

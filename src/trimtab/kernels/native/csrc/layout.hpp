@@ -17,6 +17,7 @@ namespace trimtab {
 enum class WeightFormat : int { fp32 = 0, bf16 = 1, int8 = 2 };
 
 constexpr int64_t kPanelColumns = 64;
+constexpr int64_t kWordBytes = 4;
 constexpr int64_t kStepBytes = 256;
 // Gate and up columns of the same 32 intermediate features share a panel, so the activation needs no second pass.
 constexpr int64_t kGateColumns = 32;

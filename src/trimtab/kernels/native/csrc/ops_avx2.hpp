@@ -19,14 +19,21 @@ struct Avx2Float {
   static constexpr int64_t kVectorBytes = 32;
   static Vector load(const float* at) { return _mm256_loadu_ps(at); }
   static void store(float* at, Vector value) { _mm256_storeu_ps(at, value); }
+  // Into the sum's own register: left to itself the compiler puts sums wherever a weight was, copies them, and spills.
   static Vector multiply_add(Vector sum, __m256 activation, Weight weight) {
-    return _mm256_fmadd_ps(activation, weight, sum);
+    asm("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(weight), "x"(activation));
+    return sum;
   }
+  static constexpr int64_t kStripRows = 6;
+  static void keep(char* at, Weight weight) { _mm256_store_ps(reinterpret_cast<float*>(at), weight); }
+  static Weight kept(const char* at) { return _mm256_load_ps(reinterpret_cast<const float*>(at)); }
+  static __m256 broadcast_word(const char* at) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(at)); }
 };
 
 struct Avx2Fp32 : Avx2Float {
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 6;
+  static constexpr int64_t kStripsFrom = 24;
   static constexpr int vectors_for(int rows) { return vectors_beside(rows); }
   static constexpr int64_t kRowElements = 1;
   template <int part>
@@ -38,7 +45,8 @@ struct Avx2Fp32 : Avx2Float {
 // A bf16 is the upper half of an fp32: of a word holding two, a shift widens the first and a mask the second.
 struct Avx2Bf16 : Avx2Float {
   static constexpr int kParts = 2;
-  static constexpr int kMaxRows = 4;
+  static constexpr int kMaxRows = 5;  // widening needs registers too: a sixth row would spill
+  static constexpr int64_t kStripsFrom = 16;
   static constexpr int vectors_for(int rows) { return vectors_beside(rows); }
   static constexpr int64_t kRowElements = 2;
   template <int part>
@@ -59,7 +67,9 @@ struct Avx2Int8 {
   using Weight = __m256i;
   static constexpr int64_t kVectorBytes = 32;
   static constexpr int kParts = 2;
-  static constexpr int kMaxRows = 4;
+  static constexpr int kMaxRows = 6;
+  static constexpr int64_t kStripsFrom = 16;
+  static constexpr int64_t kStripRows = 6;
   static constexpr int vectors_for(int rows) { return vectors_beside(rows); }
   static constexpr int64_t kRowElements = 4;
   static Vector load(const int32_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
@@ -76,8 +86,18 @@ struct Avx2Int8 {
     __builtin_memcpy(&pair, row + 4 * step + 2 * part, sizeof pair);
     return _mm256_set1_epi32(pair);
   }
+  // Together: the compiler would multiply ahead of adding, and spill the products.
   static Vector multiply_add(Vector sum, __m256i activation, Weight weight) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(activation, weight));
+    __m256i product;
+    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(weight), "x"(activation));
+    return sum;
+  }
+  static void keep(char* at, Weight weight) { _mm256_store_si256(reinterpret_cast<__m256i*>(at), weight); }
+  static Weight kept(const char* at) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(at)); }
+  static __m256i broadcast_word(const char* at) {
+    int32_t pair;
+    __builtin_memcpy(&pair, at, sizeof pair);
+    return _mm256_set1_epi32(pair);
   }
 };
 

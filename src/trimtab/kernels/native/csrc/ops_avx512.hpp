@@ -25,6 +25,7 @@ struct Avx512Float {
   static constexpr int64_t kVectorBytes = kAvx512Bytes;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = kAvx512Rows;
+  static constexpr int64_t kStripsFrom = 0;  // a tile reads whole steps and widens nothing
   static constexpr int vectors_for(int) { return kAvx512Vectors; }
   static Vector load(const float* at) { return _mm512_loadu_ps(at); }
   static void store(float* at, Vector value) { _mm512_storeu_ps(at, value); }
@@ -72,6 +73,7 @@ struct Avx512Int8 {
   static constexpr int64_t kVectorBytes = kAvx512Bytes;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = kAvx512Rows;
+  static constexpr int64_t kStripsFrom = 0;  // a tile reads whole steps and widens nothing
   static constexpr int64_t kRowElements = 4;
   static constexpr int vectors_for(int) { return kAvx512Vectors; }
   static Vector load(const int32_t* at) { return _mm512_loadu_si512(at); }

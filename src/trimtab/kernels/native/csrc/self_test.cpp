@@ -232,8 +232,8 @@ void check_moe(const KernelTable& kernels, const Activation& activation, bool ha
 
 std::string self_test(const KernelTable& kernels) {
   Failure failure;
-  // Depths around one step, one piece and one block; every tile height, alone and in balanced groups.
-  const int64_t shapes[][3] = {{1, 1, 1}, {65, 3, 2}, {64, 33, 3}, {70, 131, 4}, {33, 300, 5}, {129, 97, 6}, {66, 40, 7}, {31, 64, 13}};
+  // Depths around one step, one piece and one block; every tile height, alone and in balanced groups, and many rows.
+  const int64_t shapes[][3] = {{1, 1, 1}, {65, 3, 2}, {64, 33, 3}, {70, 131, 4}, {33, 300, 5}, {129, 97, 6}, {66, 40, 7}, {31, 64, 13}, {67, 275, 29}};
   for (const auto& shape : shapes) check_linear(kernels, shape[0], shape[1], shape[2], failure);
   const ActivationKind kinds[] = {ActivationKind::silu, ActivationKind::gelu,  ActivationKind::gelu_tanh,
                                   ActivationKind::relu, ActivationKind::relu2, ActivationKind::swiglu_clamped};
