@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import zmq
 
 from trimtab.engine.config import SchedulerConfig
 from trimtab.engine.engine import Engine, EngineDeadError
+from trimtab.engine.executor import worker_processes
+from trimtab.engine.executor.codec import encode_setup
 from trimtab.engine.executor.multiprocess import MultiprocessExecutor
 from trimtab.sampling_params import SamplingParams
 from trimtab.testing.scheduling import make_kv_cache
@@ -213,3 +217,117 @@ def test_message_that_is_no_report_ends_the_engine_with_a_reason(engine: Engine)
     with pytest.raises(EngineDeadError, match="ValidationError"):
         engine.check_health()
     intruder.close(linger=0)
+
+
+@pytest.mark.parametrize("setup_bytes", [1, 2**20])
+def test_worker_that_is_stopped_while_it_starts_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, setup_bytes: int
+) -> None:
+    """Its silence may be work, so the system is asked; also where its setup is longer than what a pipe takes."""
+    start_process, started = worker_processes._start, []
+
+    def start_and_stop_the_second(*args: Any) -> Any:
+        started.append(start_process(*args))
+        if len(started) == 2:
+            os.kill(started[1].pid, signal.SIGSTOP)
+        return started[-1]
+
+    monkeypatch.setattr(worker_processes, "_start", start_and_stop_the_second)
+    with private_temporary_folder(monkeypatch) as scratch:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"^rank 1: its process \(\d+\) was stopped for .* s while it started"):
+            MultiprocessExecutor(WORKER, [encode_setup({"padding": "-" * setup_bytes})] * 3)
+        assert time.monotonic() - began < DEADLINE_S
+        assert not list(scratch.iterdir())
+    assert not [process.pid for process in started if Path(f"/proc/{process.pid}").exists()]
+
+
+@contextmanager
+def private_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tt", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+def test_worker_that_is_lost_at_shutdown_holds_it_up_for_less_than_five_seconds(signal_name: str) -> None:
+    engine = start(2)
+    workers = workers_of(engine)
+    pids, folder = [process.pid for process in workers.processes], workers.folder
+    os.kill(pids[1], getattr(signal, signal_name))
+    began = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - began < DEADLINE_S
+    expect_nothing_left(pids, folder)
+
+
+def test_fork_of_the_controller_ends_nothing_and_keeps_nothing_alive() -> None:
+    """A data loader or a `multiprocessing` pool in a program with an engine: its children share all descriptors."""
+    run = subprocess.Popen([sys.executable, "-c", FORKING_CONTROLLER], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    forked, folder, *pids = run.stdout.readline().split()
+    try:
+        assert run.stdout.readline() == "healthy after the end of a fork\n"
+        run.kill()
+        run.wait()
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), DEADLINE_S)
+        assert not Path(folder).exists()
+        assert Path(f"/proc/{forked}").exists(), "or it was its end that closed the workers' lifelines"
+    finally:
+        os.kill(int(forked), signal.SIGKILL)
+        run.stdout.close()
+
+
+FORKING_CONTROLLER = f"""
+import os, signal, sys
+from pathlib import Path
+from trimtab.engine.executor.multiprocess import MultiprocessExecutor
+from trimtab.plan import StepPlan
+from trimtab.testing.scripted_worker import make_setup
+executor = MultiprocessExecutor({WORKER!r}, [make_setup(), make_setup()])
+if not (forked := os.fork()):
+    signal.pause()
+print(forked, executor.workers.folder, *(process.pid for process in executor.workers.processes), flush=True)
+if not (ending := os.fork()):
+    sys.exit(0)
+os.waitpid(ending, 0)
+executor.execute([StepPlan(0, runs_forward=True)] * 2).get()
+if Path(executor.workers.folder).exists():
+    print("healthy after the end of a fork", flush=True)
+signal.pause()
+"""
+
+
+def test_engines_one_after_the_other_leave_no_descriptor_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with private_temporary_folder(monkeypatch) as scratch:
+        start(1).shutdown()
+        before = held()
+        for _ in range(5):
+            engine = start(1)
+            engine.add_request("r", [1, 2], SamplingParams(max_tokens=3, detokenize=False))
+            while engine.has_unfinished:
+                engine.step()
+            assert held() > before, "the test sees what an engine holds"
+            engine.shutdown()
+        with pytest.raises(RuntimeError, match="exit code 4"):
+            start(2, {1: {"die_at_start": True}})
+        assert wait_until(lambda: held() == before, DEADLINE_S), (held(), before)
+        assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["/nowhere", "/proc", "long", "a b@é%"])
+def test_any_folder_for_temporary_files_will_do(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """One that is missing, read-only, longer than a socket's path may be, or named in a person's own way."""
+    with private_temporary_folder(monkeypatch) as scratch:
+        chosen = Path(folder) if folder.startswith("/") else scratch / (folder * (40 if folder == "long" else 1))
+        if not folder.startswith("/"):
+            chosen.mkdir()
+        monkeypatch.setenv("TMPDIR", str(chosen))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        engine = start(1)
+        assert Path(workers_of(engine).folder).stat().st_mode & 0o777 == 0o700
+        engine.shutdown()
+        assert folder.startswith("/") or not list(chosen.iterdir())
