@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -15,7 +16,7 @@ from trimtab.cli.generate import open_llm
 from trimtab.cli.layout import format_bytes
 from trimtab.cli.options import EngineOptions, engine_config, given
 from trimtab.observability.machine import cpu_model, peak_memory_bytes, process_age_s
-from trimtab.observability.progress import progress_bar
+from trimtab.observability.progress import Progress, no_progress, progress_bar
 from trimtab.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ app.command("trimtab.cli.bench_eplb:eplb", name="eplb")
 
 PERCENTILES = (50, 95, 99)
 _FIRST_TOKEN_ID = 5  # below lie special tokens in most vocabularies
+_WARM_UP_TOKENS = 4  # per answer: by then prompts have been read and some full steps decoded
 
 
 class SteppingEngine(Protocol):
@@ -37,6 +39,8 @@ class SteppingEngine(Protocol):
     def add_request(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
+
+    def warm_up(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +108,28 @@ def timed_run(engine: SteppingEngine, prompts: list[list[int]], output_len: int,
 
 
 def measure(
-    engine: SteppingEngine, *, batch_size: int, input_len: int, output_len: int, repetitions: int, vocab_size: int
+    engine: SteppingEngine,
+    *,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    repetitions: int,
+    vocab_size: int,
+    progress: Progress = no_progress,
 ) -> BatchResult:
-    """One warm-up run, then `repetitions` measured ones with fresh prompts."""
+    """One warm-up run of short answers, then `repetitions` measured ones with fresh prompts."""
     rng = random.Random(batch_size)
     runs = []
-    for repetition in range(repetitions + 1):
-        prompts = random_prompts(rng, batch_size, input_len, vocab_size)
-        run = timed_run(engine, prompts, output_len, f"bench-{batch_size}-{repetition}")
-        if repetition:
-            runs.append(run)
+
+    def prompts() -> list[list[int]]:
+        return random_prompts(rng, batch_size, input_len, vocab_size)
+
+    progress(f"batch {batch_size}, warming up", 0, repetitions + 1)
+    with engine.warm_up():
+        timed_run(engine, prompts(), min(output_len, _WARM_UP_TOKENS), f"bench-{batch_size}-0")
+    for repetition in range(1, repetitions + 1):
+        progress(f"batch {batch_size}, run {repetition} of {repetitions}", repetition, repetitions + 1)
+        runs.append(timed_run(engine, prompts(), output_len, f"bench-{batch_size}-{repetition}"))
     step_s = [seconds for run in runs for seconds in run.decode_step_s]
     if any(not run.decode_step_s for run in runs):
         raise ValueError(
@@ -135,9 +151,10 @@ def measure(
 
 def first_token(engine: SteppingEngine) -> float:
     """Runs a one-token request. Returns the age of the process at its token, seconds."""
-    engine.add_request("first", [_FIRST_TOKEN_ID], SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False))
-    while engine.has_unfinished:
-        engine.step()
+    with engine.warm_up():
+        engine.add_request("first", [_FIRST_TOKEN_ID], SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False))
+        while engine.has_unfinished:
+            engine.step()
     return process_age_s()
 
 
@@ -171,8 +188,8 @@ def offline(
     *,
     model: str = "demo",
     batch_sizes: str = "1,8,32",
-    input_len: int = 512,
-    output_len: int = 48,
+    input_len: int = 128,
+    output_len: int = 32,
     repetitions: int = 3,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
     engine: Annotated[EngineOptions | None, Parameter(name="*")] = None,
@@ -180,7 +197,8 @@ def offline(
     """Measure prefill and decode in one process, without a server: random prompts, greedy, prefix caching off.
 
     Prefill is timed until every prompt has its first token; decode steps are those that give all prompts a token.
-    A warm-up run per batch size is not counted. Start-up ends with the first token of the process.
+    A warm-up run per batch size is not counted, nor is it load where experts are balanced. Start-up ends with the
+    first token of the process. The defaults give a first picture of a small model in a minute or two.
 
     Parameters
     ----------
@@ -216,8 +234,11 @@ def offline(
     llm = open_llm(model, options)
     report: dict[str, Any] = {"model": model, "start_up_s": first_token(llm.engine), "results": []}
     with progress_bar("bench") as progress:
-        for done, size in enumerate(sizes):
-            progress(f"batch {size}", done, len(sizes))
+        for position, size in enumerate(sizes):
+
+            def report_run(stage: str, done: int, total: int, position: int = position) -> None:
+                progress(stage, position * total + done, len(sizes) * total)
+
             result = measure(
                 llm.engine,
                 batch_size=size,
@@ -225,6 +246,7 @@ def offline(
                 output_len=output_len,
                 repetitions=repetitions,
                 vocab_size=llm.vocab_size,
+                progress=report_run,
             )
             report["results"].append(asdict(result))
     report |= {"peak_memory_bytes": peak_memory_bytes(), "stats": llm.stats(), "machine": machine()}

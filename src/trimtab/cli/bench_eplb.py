@@ -162,7 +162,8 @@ def run_rounds(
         return serve(llm, prompts, output_len, lambda: controller.placement if llm is on else natural)
 
     for llm in (off, on):
-        run(llm, traffic[0][1])
+        with llm.engine.warm_up():
+            run(llm, traffic[0][1])
     rounds = []
     for number, (domain, prompts) in enumerate(traffic):
         progress(domain, number, len(traffic))

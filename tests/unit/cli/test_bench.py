@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, on an engine whose steps are scripted and a clock that is not real."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,14 @@ class SlowEngine:
         self.clock, self.fail, self.one_by_one = clock, fail, one_by_one
         self.waiting, self.running, self.tokens = [], [], {}
         self.max_tokens = 0
+        self.is_warming_up = False
+        self.answers = []  # (while warming up, tokens asked for) of each request
+
+    @contextmanager
+    def warm_up(self):
+        self.is_warming_up = True
+        yield
+        self.is_warming_up = False
 
     @property
     def has_unfinished(self):
@@ -25,6 +34,7 @@ class SlowEngine:
     def add_request(self, request_id, prompt, sampling):
         self.waiting.append(request_id)
         self.max_tokens = sampling.max_tokens
+        self.answers.append((self.is_warming_up, self.max_tokens))
 
     def step(self):
         if self.waiting and not (self.one_by_one and self.running):
@@ -72,6 +82,20 @@ def test_rates_count_prompt_tokens_over_prefill_and_new_tokens_over_decode(clock
     assert result.decode_tokens_per_s == 3
     assert result.step_ms == {"p50": 1000, "p95": 1000, "p99": 1000}
     assert result.num_steps == 8  # two measured runs; the warm-up is not among them
+
+
+def test_the_run_that_warms_up_is_short_and_no_load_and_progress_is_told_by_run(clock):
+    engine, told = SlowEngine(clock), []
+    measure(
+        engine, batch_size=1, input_len=10, output_len=6, repetitions=2, vocab_size=50,
+        progress=lambda stage, done, total: told.append((stage, done, total)),
+    )  # fmt: skip
+    assert engine.answers == [(True, 4), (False, 6), (False, 6)]
+    assert told == [
+        ("batch 1, warming up", 0, 3),
+        ("batch 1, run 1 of 2", 1, 3),
+        ("batch 1, run 2 of 2", 2, 3),
+    ]
 
 
 def test_a_request_that_fails_ends_the_benchmark_with_its_reason(clock):
