@@ -132,6 +132,13 @@ def fill(value: int) -> Callable[[Tensor], int]:
 
 
 @every_case
+def test_staged_experts_lie_as_slots_do(name: str | None, num_ranks: int, opened: Opened) -> None:
+    """Kernels read them there until they have come home: from a cache line on, or every load would touch two."""
+    for end in opened(name, num_ranks):
+        assert [row.data_ptr() % 64 for row in end.staging] == [0] * len(end.staging)
+
+
+@every_case
 @pytest.mark.parametrize("length", [0, 1, 5_000, 20_000])
 def test_all_gather_brings_everyones_data_whatever_its_length(
     name: str | None, num_ranks: int, length: int, opened: Opened

@@ -67,7 +67,7 @@ class Communicator(Protocol):
     rank: int
     num_ranks: int
     timeout_s: float
-    staging: Tensor  # uint8 [S, row bytes], at least slot_nbytes long each; where arrivals lie
+    staging: Tensor  # uint8 [S, row bytes], at least slot_nbytes long each, from a cache line on; where arrivals lie
     num_bytes: int  # all memory that this end holds, staging included
 
     def begin(self, transaction: int, aborted: threading.Event) -> None: ...

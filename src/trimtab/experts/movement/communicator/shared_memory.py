@@ -202,4 +202,5 @@ class LoopbackCommunicator(SharedMemoryCommunicator):
 
     def __init__(self, sizes: StagingSizes, timeout_s: float) -> None:
         assert sizes.num_ranks == 1, "a loopback has one end"
-        super().__init__(bytearray(memory_nbytes(sizes)), sizes, 0, timeout_s)
+        memory = torch.zeros(memory_nbytes(sizes), dtype=torch.uint8)  # in whole cache lines, which a bytearray is not
+        super().__init__(memory.numpy().data, sizes, 0, timeout_s)
