@@ -350,6 +350,27 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_at_any_position(
 
 
 @every_kernel
+@pytest.mark.parametrize("inner", [1, 21, 75, 96])
+def test_no_activation_and_no_odd_width_shows_a_rows_company(name: str, dtype: torch.dtype, inner: int) -> None:
+    """B109: torch computes a vector's tail, a contiguous tensor and a strided one by different code."""
+    if not KERNELS[name].row_invariant:
+        pytest.skip("the reference is the mathematics, not a kernel that serves")
+    generator = torch.Generator().manual_seed(SEED)
+    known = [kind for kind in ACTIVATION_KINDS if kind != "custom"]
+    cases = [(kind, True) for kind in known] + [(kind, False) for kind in known if kind != "swiglu_clamped"]
+    for kind, has_gate in cases:
+        shape = make_shape(37, inner, kind, has_gate=has_gate)
+        kernel, _ = loaded(name, dtype, shape, 3, generator)
+        hidden, slot_ids, weights = batch(shape, 3, 61, 2, dtype, generator)
+        whole = kernel(hidden, slot_ids, weights)
+        alone = [kernel(hidden[t : t + 1], slot_ids[t : t + 1], weights[t : t + 1]) for t in range(61)]
+        assert torch.equal(torch.cat(alone), whole), (kind, has_gate)
+        order = torch.randperm(61, generator=generator)
+        assert torch.equal(kernel(hidden[order], slot_ids[order], weights[order]), whole[order]), (kind, has_gate)
+        assert torch.equal(kernel(hidden[30:33], slot_ids[30:33], weights[30:33]), whole[30:33]), (kind, has_gate)
+
+
+@every_kernel
 def test_a_missing_or_misshapen_tensor_is_refused_by_name(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(SEED)
     shape = make_shape(has_bias=True)

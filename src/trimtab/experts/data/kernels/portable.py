@@ -1,7 +1,9 @@
 """The expert kernel that needs nothing but torch: packed linears in one slot table, a loop over the active slots.
 
-Row-invariant where the packed linears are (see `trimtab.kernels.linear`) and the intermediate size is a multiple of
-32: torch's vectorised exp and its scalar tail differ in the last bit, so a tail would show a row's position.
+Row-invariant where the packed linears are (see `trimtab.kernels.linear`). torch's vectorised functions and their scalar
+tails differ in the last bit, and so do its functions for contiguous tensors and for strided ones: activations of known
+kinds see at least two rows, each a multiple of 32 wide. A custom function sees the plain rows, and is as invariant as
+it makes itself.
 """
 
 # T tokens  K top-k  P slots  H hidden size  I intermediate size  R rows (token-expert pairs) of one slot
@@ -24,6 +26,8 @@ from trimtab.kernels.linear import PackedLinear, pack_linear
 
 # torch splits elementwise work between threads from this many elements on, wherever that falls inside a row.
 _UNSPLIT_ELEMENTS = 32767
+# Widest register that torch computes elementwise functions in, times its unrolling: rows of whole ones have no tail.
+_WIDTH_MULTIPLE = 32
 # Bounds the table of partial outputs [T * K, H]; longer batches go through in pieces, each row the same bits.
 _PARTIAL_ELEMENTS = 1 << 26
 
@@ -49,6 +53,8 @@ class PortableExpertKernel:
         self._row = SlotBytes(self._format, shape)
         self.slot_nbytes = self._row.nbytes
         self.layout = f"tensors of {self._row.layout}"
+        self._num_parts = 2 if shape.has_gate else 1
+        self._padded_width = -(-shape.intermediate_size // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
         # The only holder of slot objects: a commit that replaces an entry frees the old expert.
         self._slots: list[PackedExpert | None] = [None] * num_slots
         self._partial = torch.empty(0, dtype=torch.float32)
@@ -126,12 +132,21 @@ class PortableExpertKernel:
     def _run_expert(self, expert: PackedExpert, rows: Tensor) -> Tensor:
         """rows [R, H] -> [R, H] fp32."""
         pre = expert.gate_up.multiply(rows.to(expert.gate_up.compute_dtype)).to(torch.float32)
-        block = max(1, _UNSPLIT_ELEMENTS // pre.shape[1])
+        block = max(1, _UNSPLIT_ELEMENTS // (self._num_parts * self._padded_width))
         if len(pre) <= block:
-            inner = self.shape.activation.function(pre)
+            inner = self._activated(pre)
         else:
-            inner = torch.cat([self.shape.activation.function(part) for part in pre.split(block)])
+            inner = torch.cat([self._activated(part) for part in pre.split(block)])
         return expert.down.multiply(inner.to(expert.down.compute_dtype)).to(torch.float32)
+
+    def _activated(self, pre: Tensor) -> Tensor:
+        """pre [R, 2I] (gate, then up) or [R, I] -> [R, I], a row's bits the same for every R and at every position."""
+        activation, width, num_rows = self.shape.activation, self.shape.intermediate_size, len(pre)
+        if activation.kind == "custom" or (width == self._padded_width and num_rows > 1):
+            return activation.function(pre)
+        padded = pre.new_zeros(max(2, num_rows), self._num_parts, self._padded_width)
+        padded[:num_rows, :, :width] = pre.view(num_rows, self._num_parts, width)
+        return activation.function(padded.flatten(1))[:num_rows, :width]
 
     def _expert(self, slot: int) -> PackedExpert:
         expert = self._slots[slot]
