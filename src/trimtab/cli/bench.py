@@ -190,7 +190,7 @@ def offline(
     batch_sizes: str = "1,8,32",
     input_len: int = 128,
     output_len: int = 32,
-    repetitions: int = 3,
+    repetitions: int = 2,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
     engine: Annotated[EngineOptions | None, Parameter(name="*")] = None,
 ) -> int:
@@ -211,7 +211,7 @@ def offline(
     output_len
         Tokens per answer, at least 2.
     repetitions
-        Measured runs per batch size; rates are their median.
+        Measured runs per batch size; rates are their median (of two, the slower).
     json_output
         Print one JSON object, with the machine and the command.
     """
