@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -17,7 +18,9 @@ import pytest
 
 from trimtab import LLM, SamplingParams
 from trimtab.engine.engine import EngineDeadError
+from trimtab.engine.executor.codec import Loading
 from trimtab.engine.executor.multiprocess import MultiprocessExecutor
+from trimtab.engine.executor.worker_processes import WorkerProcesses
 from trimtab.experts.placement import Placement, Topology
 from trimtab.experts.placement_file import write_placement
 from trimtab.models.checkpoint import Checkpoint
@@ -41,6 +44,12 @@ LAYOUTS = {
     "TP 2": {"tensor_parallel_size": 2},
     "TP 4": {"tensor_parallel_size": 4},
     "DP 2 x TP 2": {"data_parallel_size": 2, "tensor_parallel_size": 2},
+}
+# Ranks that share 8 experts unevenly but for some replicas, and one that leaves a single slot to each.
+ODD_LAYOUTS = {
+    "DP 3": {"data_parallel_size": 3, "num_redundant_experts": 1},
+    "TP 5": {"tensor_parallel_size": 5, "num_redundant_experts": 2},
+    "DP 4 x TP 3": {"data_parallel_size": 4, "tensor_parallel_size": 3, "num_redundant_experts": 4},
 }
 
 
@@ -85,6 +94,28 @@ def test_tokens_are_those_of_one_process(checkpoint, expected, layout) -> None:
     with open_llm(checkpoint, **LAYOUTS[layout]) as llm:
         assert tokens_of(llm, random_prompts(21, 9)) == expected
         assert len(llm.stats()["ranks"]) == LAYOUTS[layout].get("data_parallel_size", 1)
+
+
+@pytest.mark.parametrize("layout", ODD_LAYOUTS)
+def test_any_number_of_ranks_serves_prompts_of_any_length(mixtral, tmp_path, layout) -> None:
+    """More ranks than cores, than requests and than tokens; prompts of one token and of all that the model takes."""
+    options = ODD_LAYOUTS[layout]
+    num_redundant = options["num_redundant_experts"]
+    num_ranks = options.get("data_parallel_size", 1) * options.get("tensor_parallel_size", 1)
+    rng = random.Random(4)
+    rows = [rng.sample([*range(8), *rng.sample(range(8), num_redundant)], 8 + num_redundant) for _ in range(2)]
+    write_placement(Placement(Topology(8, num_redundant, num_ranks), rows), tmp_path / "placement.json")
+    prompts = [rng.choices(range(100), k=length) for length in (1, 1, 63, 62, 17, 16, 15)]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=2)
+
+    def answers(llm: LLM) -> list:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [(output.error, output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    with LLM(str(mixtral), **OPTIONS) as llm:
+        expected = answers(llm)
+    with open_llm(mixtral, initial_placement=str(tmp_path / "placement.json"), **options) as llm:
+        assert answers(llm) == expected
 
 
 @pytest.mark.parametrize("layout", ["DP 2", "DP 2 x TP 2"])
@@ -162,16 +193,34 @@ def test_placement_that_does_not_fit_the_ranks_is_refused_before_weights_are_rea
         assert tokens_of(llm, [[1, 2, 3]])
 
 
-def test_each_rank_reads_its_share_and_no_more(checkpoint) -> None:
-    """Bytes by the loader's meter against the sizes that the files' headers state."""
+def stored_bytes(checkpoint: Path) -> tuple[int, int]:
+    """Of the dense part and of the 8 experts of all layers, by what the files' headers state."""
     tensors = Checkpoint.open(checkpoint).tensors
     experts = {name: entry for name, entry in tensors.items() if ".experts." in name}
     expert_bytes = sum(entry.end - entry.start for entry in experts.values())
-    dense_bytes = sum(entry.end - entry.start for entry in tensors.values()) - expert_bytes
-    for num_ranks in (1, 2, 4):
-        with open_llm(checkpoint, data_parallel_size=num_ranks) as llm:
-            read = [worker["bytes_read"] for worker in llm.stats()["workers"]]
-        assert read == [dense_bytes + expert_bytes // num_ranks] * num_ranks
+    return sum(entry.end - entry.start for entry in tensors.values()) - expert_bytes, expert_bytes
+
+
+@pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
+def test_each_rank_reads_its_share_and_no_more(checkpoint, layout) -> None:
+    """Bytes by the loader's meter."""
+    dense_bytes, expert_bytes = stored_bytes(checkpoint)
+    with open_llm(checkpoint, **LAYOUTS.get(layout, {})) as llm:
+        read = [worker["bytes_read"] for worker in llm.stats()["workers"]]
+    num_ranks = math.prod(LAYOUTS.get(layout, {}).values())
+    assert read == [dense_bytes + expert_bytes // num_ranks] * num_ranks
+
+
+def test_rank_reads_the_experts_of_its_replicas_and_no_others(checkpoint, tmp_path) -> None:
+    """Two slots of one expert on a rank need its bytes once or twice; what a rank holds no slot of, it never reads."""
+    num_layers = len(read_spec(checkpoint).moe_layers)
+    dense_bytes, expert_bytes = stored_bytes(checkpoint)
+    rows = [[0, 1, 0, 2, 3, 4, 5, 6, 7, 0, 1, 2]] * num_layers
+    write_placement(Placement(Topology(8, 4, 4), rows), tmp_path / "placement.json")
+    options = {"num_redundant_experts": 4, "initial_placement": str(tmp_path / "placement.json")}
+    with open_llm(checkpoint, data_parallel_size=2, tensor_parallel_size=2, **options) as llm:
+        experts_read = [(worker["bytes_read"] - dense_bytes) / expert_bytes * 8 for worker in llm.stats()["workers"]]
+    assert experts_read[0] in (2, 3) and experts_read[1:] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("all2all_backend", "async_depth"), [("shared_memory", 2), ("gloo", 1)])
@@ -208,6 +257,52 @@ def expect_that_ctrl_c_ends_a_step_in_which_a_worker_is_stopped(llm: LLM) -> Non
     with pytest.raises(EngineDeadError, match=r"rank 1: its process .* has sent no heartbeat"):
         llm.engine.check_health()
     llm.shutdown()
+    expect_no_worker_left(workers)
+
+
+@pytest.mark.parametrize(("all2all_backend", "signal_name"), [("shared_memory", "SIGKILL"), ("gloo", "SIGSTOP")])
+def test_requests_end_within_five_seconds_of_the_loss_of_a_rank(mixtral, all2all_backend, signal_name) -> None:
+    """B123: some are prefilling, some decode; the other rank is in the exchange or on its way there."""
+    with open_llm(mixtral, "mp", data_parallel_size=2, all2all_backend=all2all_backend, async_depth=2) as llm:
+        workers = llm.engine.executor.workers
+        params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
+        for index, prompt in enumerate(([1], [2] * 5, [3] * 24, [4] * 24, [5] * 24, [6] * 24)):
+            llm.engine.add_request(str(index), prompt, params)
+        llm.engine.step()
+        os.kill(workers.processes[1].pid, getattr(signal, signal_name))
+        began = time.monotonic()
+        outputs = []
+        while llm.engine.has_unfinished:
+            outputs += [output for output in llm.engine.step() if output.finished]
+        assert time.monotonic() - began < 5
+        assert len(outputs) == 6 and all("rank 1: its process " in str(output.error) for output in outputs)
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            llm.engine.check_health()
+    expect_no_worker_left(workers)
+
+
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+def test_rank_lost_while_it_loads_ends_the_start_within_five_seconds(mixtral, monkeypatch, signal_name) -> None:
+    """B123: the other ranks load on or wait for it."""
+    lost: list[tuple[WorkerProcesses, float]] = []
+
+    class Workers(WorkerProcesses):
+        def _take(self, report) -> None:
+            if isinstance(report, Loading) and not lost:
+                lost.append((self, time.monotonic()))
+                os.kill(self.processes[1].pid, getattr(signal, signal_name))
+            super()._take(report)
+
+    monkeypatch.setattr("trimtab.engine.executor.multiprocess.WorkerProcesses", Workers)
+    cause = {"SIGKILL": "ended by SIGKILL", "SIGSTOP": "(sent no heartbeat|was stopped) for"}[signal_name]
+    with pytest.raises(RuntimeError, match=rf"rank 1: its process .*{cause}"):
+        open_llm(mixtral, "mp", data_parallel_size=2)
+    ((workers, when),) = lost
+    assert time.monotonic() - when < 5
+    expect_no_worker_left(workers)
+
+
+def expect_no_worker_left(workers: WorkerProcesses) -> None:
     assert not any(Path(f"/proc/{process.pid}").exists() for process in workers.processes)
     assert not Path(workers.folder).exists()
 
