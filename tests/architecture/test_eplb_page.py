@@ -25,5 +25,8 @@ def test_every_file_and_every_test_that_the_page_names_exists() -> None:
             assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {test}"
 
 
-def test_all_eighteen_rules_have_a_row() -> None:
-    assert [int(number) for number in re.findall(r"^\| (\d+)\. ", PAGE, re.MULTILINE)] == list(range(1, 19))
+def test_all_eighteen_rules_have_a_row_and_a_test_that_is_named_after_them() -> None:
+    rows = re.findall(r"^\| (\d+)\. (.*)$", PAGE, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 19))
+    for number, row in rows:
+        assert f"::test_rule_{int(number):02d}_" in row, f"rule {number} has no test named after it in its row"

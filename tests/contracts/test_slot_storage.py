@@ -314,7 +314,7 @@ def test_a_tensor_of_another_dtype_is_not_written_as_if_it_were() -> None:
 
 
 @every_pair
-def test_whole_transactions_move_what_the_kernels_read(pair: StoredBy, tmp_path: Path) -> None:
+def test_rule_06_whole_transactions_move_what_the_kernels_read(pair: StoredBy, tmp_path: Path) -> None:
     """Two ranks with a mover each: after every commit each slot computes bitwise what its expert computed at first."""
     print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from eplb_watch import LIMITS, SAMPLING, Watch, assert_same, balanced, prompts
 
 from trimtab import LLM
+from trimtab.experts.data.routing_table import RoutingTable
+from trimtab.experts.movement.verify import SlotMismatchError
 from trimtab.outputs import RequestOutput
 from trimtab.testing.checkpoints import make_tiny_checkpoint
 
@@ -50,7 +53,7 @@ def expected(checkpoints: dict[str, Path]) -> dict[str, list[RequestOutput]]:
         else "-".join(f"{name[:1]}p{size}" for name, size in value.items() if "parallel" in name)
     ),
 )
-def test_tokens_and_logprobs_stay_bitwise_the_same_while_experts_always_move(
+def test_rule_11_tokens_and_logprobs_stay_bitwise_the_same_while_experts_always_move(
     checkpoints: dict[str, Path],
     expected: dict[str, list[RequestOutput]],
     family: str,
@@ -67,3 +70,45 @@ def test_tokens_and_logprobs_stay_bitwise_the_same_while_experts_always_move(
     assert watch.num_steps >= 500
     assert watch.num_commits > watch.num_steps / 8 and watch.num_open > watch.num_steps / 2
     assert stats["moves"] > 100 and stats["mixed_layer_steps"] > 10 and watch.most_replicas > 1
+
+
+class StrictWatch(Watch):
+    """Computes everything anew that is derived from a placement, whenever a commit has changed it."""
+
+    def check(self) -> None:
+        super().check()  # checksums of all slots
+        assert {rank.placement.digest() for rank in self.ranks} == {self.llm._controller().placement.digest()}
+        assert len({id(rank.placement) for rank in self.ranks}) == len(self.ranks), "each rank has its own"
+        for model in self.llm._parts.models:
+            for ordinal, layer in enumerate(model.moe_layers):
+                live = layer.routing_table
+                anew = RoutingTable(self.placement, ordinal, live.token_group)
+                assert torch.equal(live.slots, anew.slots) and live._identity == anew._identity
+
+
+@pytest.mark.parametrize("layout", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2, "max_num_seqs": 4}], ids=str)
+def test_rule_01_after_every_commit_lookups_digests_and_slots_are_what_the_placement_says(
+    checkpoints: dict[str, Path], layout: dict[str, int]
+) -> None:
+    """And each of the three is seen where it is not so."""
+    with balanced(checkpoints["mixtral"], **layout) as llm:
+        watch = StrictWatch(llm)
+        watch.run(prompts(16))
+        assert watch.num_commits > 10 and watch.most_replicas > 1
+        watch.check()
+        table = llm._parts.models[1].moe_layers[0].routing_table.slots
+        other = table.roll(1, 0)
+        before = table.clone()
+        table.copy_(other)
+        with pytest.raises(AssertionError):
+            watch.check()
+        table.copy_(before)
+        rank, placement = watch.ranks[1], watch.ranks[1].placement
+        shifted = type(placement)(placement.topology, (placement.slot_to_expert + 1) % placement.topology.num_experts)
+        rank.placement = shifted
+        with pytest.raises(AssertionError):
+            watch.check()
+        with pytest.raises(SlotMismatchError):
+            rank.mover.check_slots(shifted)  # type: ignore[attr-defined]
+        rank.placement = placement
+        watch.check()

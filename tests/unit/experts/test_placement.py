@@ -111,7 +111,7 @@ def test_the_words_of_placement_load_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_redundant_slots_are_spread_over_ranks_from_the_start() -> None:
+def test_rule_17_redundant_slots_are_spread_over_ranks_from_the_start() -> None:
     placement = Placement.initial(Topology(8, 4, 4), num_layers=2)
     assert placement.slot_to_expert.tolist() == 2 * [[0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 0]]
     for experts, redundant, ranks in ((8, 2, 2), (60, 4, 2), (6, 2, 4), (128, 32, 16), (5, 7, 4)):

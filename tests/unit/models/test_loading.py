@@ -185,7 +185,7 @@ def test_interleaved_biased_experts_arrive_whole_on_every_rank(tmp_path: Path, n
                 assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_redundant_slots_hold_copies_and_change_nothing(tmp_path: Path) -> None:
+def test_rule_17_redundant_slots_hold_copies_and_change_nothing(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     expected = logits_of(path)
     placement = Placement(Topology(8, num_redundant=2), [[5, 6, 7, 0, 1, 2, 3, 4, 5, 5], [*range(8), 0, 7]])

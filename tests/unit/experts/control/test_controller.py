@@ -127,7 +127,7 @@ def test_steps_without_a_forward_do_not_count() -> None:
     assert made.controller.trigger.clock == 0 and made.controller.stats()["steps_to_next"] == 6
 
 
-def test_a_period_without_fresh_load_starts_no_rearrangement_and_the_clock_resets() -> None:
+def test_rule_10_a_period_without_fresh_load_starts_no_rearrangement_and_the_clock_resets() -> None:
     """Rule 10."""
     made = engine(TARGET)
     made.records = False
@@ -140,7 +140,21 @@ def test_a_period_without_fresh_load_starts_no_rearrangement_and_the_clock_reset
     assert "began" in made.names()
 
 
-def test_old_load_alone_starts_nothing() -> None:
+def test_rule_10_one_fresh_rank_is_enough_and_the_clock_resets() -> None:
+    """Of two ranks one alone recorded, in one step of the period: rank 0's reports hold all there is."""
+    made = engine(TARGET)
+    made.records = False
+    made.steps(5)
+    made.records = True
+    made.steps(1)
+    made.records = False
+    made.steps(3)
+    assert "began" in made.names() and len(policy(made).asked) == 1
+    assert policy(made).asked[0].counts.tolist() == SKEWED.tolist()
+    assert made.controller.stats()["steps_to_next"] == 12 - 9
+
+
+def test_rule_10_old_load_alone_starts_nothing() -> None:
     """Rule 10: the window still holds load of the period before, none of it fresh."""
     made = engine(START, TARGET, window_size=100)
     made.steps(6)
@@ -153,7 +167,7 @@ def test_old_load_alone_starts_nothing() -> None:
     ]
 
 
-def test_a_due_trigger_during_an_open_transaction_is_deferred() -> None:
+def test_rule_12_a_due_trigger_during_an_open_transaction_is_deferred() -> None:
     """Rule 12."""
     made = engine(TARGET, TARGET)
     made.silent = {Staged}
@@ -198,7 +212,7 @@ def test_a_failing_policy_changes_nothing_and_the_next_interval_tries_again() ->
     assert made.placement == TARGET
 
 
-def test_a_stalled_rank_ends_in_an_abort_within_the_timeout_and_the_next_interval_tries_again() -> None:
+def test_rule_15_a_stalled_rank_ends_in_an_abort_within_the_timeout_and_the_next_interval_tries_again() -> None:
     """Rule 15: the words name layer and rank; layers are wholly old or new; running requests are not asked."""
     made = engine(TARGET, TARGET, TARGET, TARGET)
     made.silent = {Staged}
@@ -244,7 +258,7 @@ def test_a_report_of_load_that_nobody_asked_for_ends_the_engine() -> None:
         made.controller.on_reports(unasked, made.now)
 
 
-def test_warm_up_leaves_clock_and_window_as_they_were() -> None:
+def test_rule_09_warm_up_leaves_clock_and_window_as_they_were() -> None:
     """B26, rule 9: at start both are empty at its end; a re-warm between real steps changes neither."""
     made = engine(TARGET, TARGET)
     made.controller.begin_warm_up()
@@ -263,7 +277,7 @@ def test_warm_up_leaves_clock_and_window_as_they_were() -> None:
     assert load.counts.tolist() == (SKEWED * load.num_steps).tolist()
 
 
-def test_draining_aborts_with_the_next_plan_and_comes_to_rest() -> None:
+def test_rule_18_draining_aborts_with_the_next_plan_and_comes_to_rest() -> None:
     """Rule 18."""
     made = engine(TARGET)
     made.silent = {Staged}

@@ -101,7 +101,7 @@ def test_memory_is_bounded_however_short_buckets_are() -> None:
     assert 150 <= short.load().num_steps <= 200
 
 
-def test_fresh_steps_are_those_any_rank_recorded_since_last_asked() -> None:
+def test_rule_10_fresh_steps_are_those_any_rank_recorded_since_last_asked() -> None:
     """Rule 10; B27: a rank whose filter recorded nothing has advanced its window all the same."""
     made = window(10)
     made.close(2, is_cut=True)
