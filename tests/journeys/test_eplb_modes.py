@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,11 @@ class Log:
 
 
 @pytest.mark.parametrize("phase", ["all", "prefill", "decode"])
-def test_rule_09_collectives_are_the_same_on_all_ranks_busy_idle_or_filtered(checkpoint: Path, phase: str) -> None:
-    """B06, B27, B28: the phase filter decides what a rank submits alone; moves add no collective to a step."""
+def test_rule_09_collectives_are_the_same_on_all_ranks_busy_idle_filtered_or_warming_up(
+    checkpoint: Path, phase: str
+) -> None:
+    """B06, B27, B28: the phase filter decides what a rank submits alone; moves and warm-ups add no collective,
+    and take none away."""
     rng = random.Random(11)
     with balanced(checkpoint, {"load_collection_phase": phase}, data_parallel_size=2) as llm:
         logs = [Log() for _ in llm._parts.models]
@@ -94,9 +98,10 @@ def test_rule_09_collectives_are_the_same_on_all_ranks_busy_idle_or_filtered(che
             if rng.random() < 0.15 or not llm.engine.has_unfinished:
                 params = SamplingParams(max_tokens=rng.randint(1, 9), detokenize=False)
                 llm.engine.add_request(str(step), [5, 6, step % 90], params, data_parallel_rank=rng.choice([0, 0, 1]))
-            llm.engine.step()
+            with llm.engine.warm_up() if step % 50 < 10 else nullcontext():
+                llm.engine.step()
             num_forwards += 1
-        assert llm.eplb_stats()["moves"] > 0
+        assert llm.eplb_stats()["moves"] > 0 and llm.eplb_stats()["clock"] < num_forwards
         num_layers = len(llm._parts.models[0].moe_layers)
     assert len(logs[0].operations) == num_forwards * num_layers * len(set(name for name, _ in logs[0].operations))
     assert all(log.operations == logs[0].operations for log in logs)
