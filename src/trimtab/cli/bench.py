@@ -188,7 +188,7 @@ def offline(
     *,
     model: str = "demo",
     batch_sizes: str = "1,8,32",
-    input_len: int = 128,
+    input_len: int = 64,
     output_len: int = 32,
     repetitions: int = 2,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
