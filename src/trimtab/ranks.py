@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
-import tempfile
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -290,8 +291,12 @@ def start_ranks(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
 
 def _start_threads(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
     num_ranks = setup.config.num_ranks
-    folder = tempfile.TemporaryDirectory(prefix="trimtab-")
-    shared = _create_shared(setup, folder.name)
+    folder = private_folder()
+    try:
+        shared = _create_shared(setup, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     setup = shared.setup
     built: dict[int, tuple[Worker, LanguageModel]] = {}
 
@@ -302,8 +307,10 @@ def _start_threads(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ran
 
     def release() -> None:
         shared.close()
-        folder.cleanup()
+        remove_folder()
 
+    # The executor drops `release` also where a rank that will not end keeps it from being called.
+    remove_folder = weakref.finalize(release, _remove, folder, os.getpid())
     executor = ThreadsExecutor(
         build,
         num_ranks,
@@ -313,6 +320,12 @@ def _start_threads(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ran
     )
     workers, models = zip(*(built[rank] for rank in range(num_ranks)), strict=True)
     return Ranks(executor, [worker.facts for worker in workers], list(models), list(workers))
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Not in a process forked from the `owner`, whose ranks still meet there."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_processes(setup: RankSetup, spec: ModelSpec, progress: Progress) -> Ranks:
