@@ -156,7 +156,8 @@ TRIMTAB_API int trimtab_exchange_send(TrimtabExchange* exchange, const void* row
     if (slot_ids[pair] < -1 || slot_ids[pair] >= num_slots) return kSlotOutOfRange;
     target[pair] = slot_ids[pair];
   }
-  std::memcpy(segment.rows(exchange->rank), rows, num_tokens * row_bytes);
+  // A rank without tokens has no rows: their address is null, which memcpy forbids even for no bytes.
+  if (num_tokens > 0) std::memcpy(segment.rows(exchange->rank), rows, num_tokens * row_bytes);
   Flags& flags = segment.flags(exchange->rank);
   flags.num_tokens = num_tokens;
   flags.row_bytes = row_bytes;
