@@ -179,22 +179,22 @@ class RankWeights:
         self.model = model
         self.rank = rank
         self.version = 0
-        self.agree: Callable[[Placement], None] = lambda placement: None
+        self.agree: Callable[[Placement, float], None] = lambda placement, timeout_s: None
 
     def check(self, path: str) -> str:
         return check_weights(self.model, path)
 
-    def refit(self, path: str, placement: Placement | None, weights_version: int) -> None:
+    def refit(self, path: str, placement: Placement | None, weights_version: int, timeout_s: float) -> None:
         try:
             refit(self.model, path, placement, self.rank)
         except Exception:
             if placement is not None:
                 with contextlib.suppress(Exception):  # the others wait for this rank; what it met itself says more
-                    self.agree(placement)
+                    self.agree(placement, timeout_s)
             raise
         self.version = weights_version
         if placement is not None:
-            self.agree(placement)
+            self.agree(placement, timeout_s)
 
 
 def _build_balancer(

@@ -252,7 +252,7 @@ def test_experts_that_are_on_their_way_home_hold_up_what_needs_them_there_and_no
                     traffic.step(tops_up=False)
                 assert not llm.engine.balancer.is_at_rest
             elif how == "refit":
-                llm.engine.balancer.request_refit(str(checkpoint), 1)
+                llm.engine.balancer.request_refit(str(checkpoint), 1, 60.0)
                 for _ in range(10):
                     llm.engine.step()
                 assert llm.engine.balancer.refit_result is None

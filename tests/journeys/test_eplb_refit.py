@@ -14,7 +14,9 @@ from eplb_watch import LIMITS, SHUFFLE, Traffic, Watch, assert_same, nothing_is_
 
 from trimtab import LLM, SamplingParams, ranks
 from trimtab.engine.engine import EngineDeadError, MixedWeightsError
+from trimtab.experts.balancer import FIRST_EXCHANGE_TIMEOUT_S
 from trimtab.experts.movement.faults import Point
+from trimtab.experts.movement.mover import BackgroundMover
 from trimtab.experts.placement import Placement
 from trimtab.models.language_model import LanguageModel
 from trimtab.outputs import RequestOutput
@@ -253,6 +255,22 @@ def test_the_deadline_of_new_weights_grows_with_their_bytes(
         monkeypatch.setattr("trimtab.llm.weights_nbytes", lambda folder: 10**12)
         llm.update_weights(str(new))
         assert found == [600.0, 2 * 10**12 / 20e6]
+
+
+def test_ranks_that_read_new_weights_at_different_speeds_wait_for_each_other_as_long_as_their_step_may_take(
+    old: Path, new: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float] = []
+    exchange = BackgroundMover.exchange
+
+    def noted(mover: BackgroundMover, placement: Placement, timeout_s: float) -> None:
+        found.append(timeout_s)
+        exchange(mover, placement, timeout_s)
+
+    monkeypatch.setattr(BackgroundMover, "exchange", noted)
+    with LLM(str(old), **LIMITS | DP2 | EPLB) as llm:
+        llm.update_weights(str(new), timeout_s=1234.0)
+    assert found == [FIRST_EXCHANGE_TIMEOUT_S, FIRST_EXCHANGE_TIMEOUT_S, 1234.0, 1234.0]
 
 
 def test_ranks_that_agree_on_a_table_agree_on_the_new_weights(old: Path, new: Path) -> None:

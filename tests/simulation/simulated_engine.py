@@ -204,7 +204,7 @@ class SimulatedEngine:
 
     def _request_refit(self) -> None:
         try:
-            self.controller.request_refit("/weights", self.version + 1)
+            self.controller.request_refit("/weights", self.version + 1, 60.0)
         except ValueError:
             return
         self.coverage["refit_requested"] += 1

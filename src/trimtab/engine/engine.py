@@ -101,7 +101,7 @@ class Refitting(Protocol):
     @property
     def refit_result(self) -> RefitResult | None: ...
 
-    def request_refit(self, path: str, weights_version: int) -> None: ...
+    def request_refit(self, path: str, weights_version: int, timeout_s: float) -> None: ...
 
 
 class NoBalancer:
@@ -184,7 +184,6 @@ class Engine:
         )
         self.balancer = balancer or NoBalancer()
         self.weights_version = self.balancer.weights_version  # counts refits
-        self._weights_timeout_s: float | None = None  # of steps that read new weights
         self._is_shut_down = False
         self.in_flight: deque[tuple[list[StepPlan], PendingStep]] = deque()
         self._eos_token_ids = eos_token_ids
@@ -301,8 +300,7 @@ class Engine:
 
             self.balancer = RefitOnly(num_ranks, REFIT_TIMEOUT_S, num_in_flight=len(self.in_flight))
         assert isinstance(self.balancer, Refitting)
-        self.balancer.request_refit(path, self.weights_version + 1)
-        self._weights_timeout_s = timeout_s
+        self.balancer.request_refit(path, self.weights_version + 1, timeout_s)
 
     @property
     def refit_result(self) -> RefitResult | None:
@@ -407,10 +405,10 @@ class Engine:
             plans = self.scheduler.command_step()
         if plans is not None:
             commands = self.balancer.commands(runs_forward=plans[0].runs_forward, now=time.monotonic())
-            reads_weights = any(isinstance(command, CheckWeights | Refit) for command in commands)
+            limits = [command.timeout_s for command in commands if isinstance(command, CheckWeights | Refit)]
             for plan in plans:
                 plan.commands = commands
-                plan.weights_timeout_s = self._weights_timeout_s if reads_weights else None
+                plan.weights_timeout_s = max(limits, default=None)
         return plans
 
     # -- requests in ---------------------------------------------------------------------------------------------------

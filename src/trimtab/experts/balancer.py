@@ -60,8 +60,8 @@ from trimtab.experts.ports import (
 logger = logging.getLogger(__name__)
 
 
-# Ranks come to the first exchange when they have loaded, and to a later one when they have read new weights.
-EXCHANGE_TIMEOUT_S = 300.0
+# Ranks come to the first exchange when they have loaded, at different speeds.
+FIRST_EXCHANGE_TIMEOUT_S = 300.0
 
 
 class BalancedLayer(Protocol):
@@ -286,10 +286,9 @@ def build_rank_balancer(
         communicator,
         weights_version=weights_version,
         faults=faults,
-        exchange_timeout_s=EXCHANGE_TIMEOUT_S,  # ranks load at different speeds; once they serve, less will do
     )
     try:
-        mover.exchange(placement)
+        mover.exchange(placement, FIRST_EXCHANGE_TIMEOUT_S)
     except BaseException:
         mover.close()
         raise

@@ -65,17 +65,21 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckWeights(msgspec.Struct, frozen=True, tag=True):
-    """Are the files at `path` whole and of this model's shapes? Nothing is changed."""
+    """Are the files at `path` whole and of this model's shapes? Nothing is changed. A rank that takes longer than
+    `timeout_s` for it is taken for lost."""
 
     path: str
     weights_version: int
+    timeout_s: float
 
 
 class Refit(msgspec.Struct, frozen=True, tag=True):
-    """New weights, between two steps: every slot is written by the placement in force. Follows `CheckWeights`."""
+    """New weights, between two steps: every slot is written by the placement in force. Follows `CheckWeights`, with the
+    same limit; ranks wait for each other as long."""
 
     path: str
     weights_version: int
+    timeout_s: float
 
 
 Command = Collect | Plan | Stage | Commit | Abort | CheckWeights | Refit
@@ -167,7 +171,7 @@ def answer_weights(
         if isinstance(command, CheckWeights):
             problem = weights.check(command.path)
         else:
-            weights.refit(command.path, placement, command.weights_version)
+            weights.refit(command.path, placement, command.weights_version, command.timeout_s)
             problem = ""
     except Exception as error:  # whatever a file is, the engine lives; of mixed weights the controller must hear
         problem = f"{type(error).__name__}: {error}"
@@ -241,10 +245,10 @@ class Weights(Protocol):
         """Why the files at `path` cannot be loaded, or nothing. Changes nothing."""
         ...
 
-    def refit(self, path: str, placement: Placement | None, weights_version: int) -> None:
+    def refit(self, path: str, placement: Placement | None, weights_version: int, timeout_s: float) -> None:
         """Overwrites every weight; slots by `placement`, the one in force (None: slot e is expert e).
 
-        What it raises leaves the rank with mixed weights.
+        Ranks wait for each other as long as `timeout_s`. What it raises leaves the rank with mixed weights.
         """
         ...
 
@@ -265,10 +269,10 @@ class Mover(Protocol):
         """`placement` is the one in force: it says who holds what now."""
         ...
 
-    def exchange(self, placement: Placement) -> None:
+    def exchange(self, placement: Placement, timeout_s: float) -> None:
         """Agrees with all other ranks on what each expert's bytes are: at start, and after new weights. Waits for them.
 
-        Raises where replicas differ or a rank does not come.
+        Raises where replicas differ or a rank does not come within `timeout_s`.
         """
         ...
 

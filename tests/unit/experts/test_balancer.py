@@ -104,8 +104,8 @@ class FakeRank:
             raise AttributeError("no attribute 'items'")
         return "" if path == "good" else "no such file"
 
-    def refit(self, path: str, placement: Placement, weights_version: int) -> None:
-        self.journal.append(("refit", path, placement.digest(), weights_version))
+    def refit(self, path: str, placement: Placement, weights_version: int, timeout_s: float) -> None:
+        self.journal.append(("refit", path, placement.digest(), weights_version, timeout_s))
         if self.refit_error is not None:
             raise self.refit_error
 
@@ -183,7 +183,7 @@ def test_a_layer_whose_shares_alone_change_is_committed_without_a_byte_and_the_l
     with pytest.raises(AssertionError, match="transaction 2 begins and 1 is open"):
         rank.step(plan(2, OLD, NEW))  # staging may still be read
     with pytest.raises(AssertionError, match="staged bytes are of old weights"):
-        rank.step(Refit("good", 3))
+        rank.step(Refit("good", 3, 60.0))
     rank.mover_reports = [Quiescent(0, 1)]
     assert rank.step() == [Quiescent(0, 1)]
     assert rank.step(plan(2, OLD, NEW)) == []
@@ -271,12 +271,12 @@ def test_a_commit_that_fails_halfway_ends_the_rank() -> None:
 
 def test_new_weights_are_checked_first_and_a_failure_after_the_first_byte_is_told() -> None:
     rank = FakeRank(rank=1)
-    assert rank.step(CheckWeights("bad", 3)) == [WeightsChecked(1, 3, "no such file")]
-    assert rank.step(CheckWeights("strange", 3)) == [WeightsChecked(1, 3, "AttributeError: no attribute 'items'")]
-    assert rank.step(CheckWeights("good", 3)) == [WeightsChecked(1, 3, "")]
-    assert rank.step(Refit("good", 3)) == [Refitted(1, 3, "")]
-    assert rank.journal == [("refit", "good", OLD.digest(), 3)]
+    assert rank.step(CheckWeights("bad", 3, 60.0)) == [WeightsChecked(1, 3, "no such file")]
+    assert rank.step(CheckWeights("strange", 3, 60.0)) == [WeightsChecked(1, 3, "AttributeError: no attribute 'items'")]
+    assert rank.step(CheckWeights("good", 3, 60.0)) == [WeightsChecked(1, 3, "")]
+    assert rank.step(Refit("good", 3, 60.0)) == [Refitted(1, 3, "")]
+    assert rank.journal == [("refit", "good", OLD.digest(), 3, 60.0)]
     rank.refit_error = ValueError("shape")
-    assert rank.step(Refit("good", 4)) == [Refitted(1, 4, "ValueError: shape")]
+    assert rank.step(Refit("good", 4, 60.0)) == [Refitted(1, 4, "ValueError: shape")]
     rank.balancer.close()
     assert rank.journal[-1] == ("close",)

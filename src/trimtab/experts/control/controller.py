@@ -167,11 +167,12 @@ class Controller:
         """A decision at the next step, whatever its gain."""
         self.trigger.request()
 
-    def request_refit(self, path: str, weights_version: int) -> None:
-        """New weights from `path`; `refit_result` tells how it ended. Raises ValueError while another one is open."""
+    def request_refit(self, path: str, weights_version: int, timeout_s: float) -> None:
+        """New weights from `path`, each step of it within `timeout_s`; `refit_result` tells how it ended. Raises
+        ValueError while another one is open."""
         if self._is_draining:
             raise ValueError(f"weights ({path!r}) cannot be loaded into an engine that shuts down; start a new one")
-        self._refits.request(path, weights_version)
+        self._refits.request(path, weights_version, timeout_s)
 
     def begin_warm_up(self) -> None:
         """Steps from now on are no traffic: not counted, not recorded, and they move nothing."""

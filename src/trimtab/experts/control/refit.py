@@ -37,7 +37,8 @@ class NoRefit:
 class Checking:
     path: str
     weights_version: int
-    timeout_s: float
+    step_timeout_s: float  # of a step that checks the files or writes the weights
+    timeout_s: float  # until answers are there
     is_sent: bool = False
     ranks: frozenset[int] = frozenset()  # those that found the files good
     waited_s: float = 0.0
@@ -47,6 +48,7 @@ class Checking:
 class Halting:
     path: str
     weights_version: int
+    step_timeout_s: float
     timeout_s: float
     is_waiting: bool = False  # a plan went out and found a transaction open
     waited_s: float = 0.0
@@ -67,11 +69,12 @@ def advance_refit(
     """`is_at_rest`: no transaction is open."""
     match state, event:
         case Checking(is_sent=False), NextStep():
-            return replace(state, is_sent=True), [CheckWeights(state.path, state.weights_version)]
+            return replace(state, is_sent=True), [CheckWeights(state.path, state.weights_version, state.step_timeout_s)]
         case Checking(), StepDone():
             return _on_checked(state, event, num_ranks), []
         case Halting(), NextStep(step=step) if is_at_rest:
-            return Writing(state.weights_version, step), [Refit(state.path, state.weights_version)]
+            command = Refit(state.path, state.weights_version, state.step_timeout_s)
+            return Writing(state.weights_version, step), [command]
         case Halting(), NextStep():
             return replace(state, is_waiting=True), []
         case Writing(), StepDone(step=step) if step == state.step:
@@ -94,7 +97,7 @@ def _on_checked(state: Checking, event: StepDone, num_ranks: int) -> RefitState:
     ranks = state.ranks | {answer.rank for answer in answers}
     if len(ranks) < num_ranks:
         return replace(state, ranks=ranks)
-    return Halting(state.path, state.weights_version, state.timeout_s)
+    return Halting(state.path, state.weights_version, state.step_timeout_s, state.timeout_s)
 
 
 def _on_written(state: Writing, event: StepDone, num_ranks: int) -> NoRefit:
@@ -146,11 +149,11 @@ class Refits:
         """Of the last refit that ended; None while one is open and before the first."""
         return self._state.result if isinstance(self._state, NoRefit) else None
 
-    def request(self, path: str, weights_version: int) -> None:
+    def request(self, path: str, weights_version: int, step_timeout_s: float) -> None:
         """Raises ValueError while another one is open."""
         if self.is_open:
             raise ValueError(f"weights ({path!r}) cannot be loaded while others are being loaded; wait for their end")
-        self._state = Checking(path, weights_version, self._timeout_s)
+        self._state = Checking(path, weights_version, step_timeout_s, self._timeout_s)
 
     def cancel(self, reason: str) -> RefitResult | None:
         """Ends the one that is open, unless its weights are being written -> what came of it."""

@@ -38,8 +38,8 @@ class RefitOnly:
     def refit_result(self) -> RefitResult | None:
         return self._refits.result
 
-    def request_refit(self, path: str, weights_version: int) -> None:
-        self._refits.request(path, weights_version)
+    def request_refit(self, path: str, weights_version: int, timeout_s: float) -> None:
+        self._refits.request(path, weights_version, timeout_s)
 
     def commands(self, *, runs_forward: bool, now: float) -> list[Command]:
         self._tick(now, is_idle=self._num_sent == self._num_done)

@@ -73,7 +73,6 @@ class BackgroundMover:
     communicator, whose peers write staging. Staged bytes stay as they are until the runner's thread has answered
     `installed` (or given up) and has found all experts at home that were lent from staging: only then is the next layer
     ordered, and only then is staging open again.
-    `exchange_timeout_s`: for `exchange`, to which ranks come far apart (None: the communicator's own).
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class BackgroundMover:
         *,
         weights_version: Callable[[], int] = lambda: 0,
         faults: Faults | None = None,
-        exchange_timeout_s: float | None = None,
     ) -> None:
         assert rank == communicator.rank and storages
         self.rank = rank
@@ -95,7 +93,6 @@ class BackgroundMover:
         self._pacer = Pacer((config or MovementConfig()).max_share_of_time)
         self._weights_version = weights_version
         self._faults = faults or NoFaults()
-        self._exchange_timeout_s = exchange_timeout_s
         self._checksums: Words | None = None  # [L, E]
         self._open: _Transaction | None = None  # as the runner's thread sees it
         self._layer: int | None = None  # ordered to be staged and not answered yet
@@ -112,20 +109,19 @@ class BackgroundMover:
 
     # -- at start, and where waiting is allowed ------------------------------------------------------------------------
 
-    def exchange(self, placement: Placement) -> None:
+    def exchange(self, placement: Placement, timeout_s: float | None = None) -> None:
         """Agrees with the other ranks on layouts, and on what each expert's bytes are.
 
         Collective: every rank, at start and after new weights, no transaction open. Waits. Raises SlotMismatchError,
-        and RankFailureError when a rank does not come in time or cannot tell. Ranks stay in step whatever it raises.
+        and RankFailureError when a rank cannot tell or does not come within `timeout_s` (None: the communicator's own).
+        Ranks stay in step whatever it raises.
         """
         assert self._open is None and self._homecoming is None, "a transaction is open"
         errors: list[Exception] = []
 
         def work() -> None:
             try:
-                self._checksums = exchange_slots(
-                    self._storages, placement, self._communicator, self._exchange_timeout_s
-                )
+                self._checksums = exchange_slots(self._storages, placement, self._communicator, timeout_s)
             except Exception as error:
                 errors.append(error)
 

@@ -306,9 +306,9 @@ def test_new_weights_wait_for_the_open_transaction_to_be_aborted() -> None:
     made = engine(TARGET)
     made.silent = {Staged}
     made.steps(9)
-    made.controller.request_refit("/new", 1)
+    made.controller.request_refit("/new", 1, 60.0)
     with pytest.raises(ValueError, match="while others are being loaded"):
-        made.controller.request_refit("/newer", 2)
+        made.controller.request_refit("/newer", 2, 60.0)
     made.steps(4, runs_forward=False)
     sent = [command for commands in made.commands[9:] for command in commands]
     assert [type(command) for command in sent] == [CheckWeights, Abort, Refit]
@@ -321,7 +321,7 @@ def test_weights_that_cannot_be_loaded_leave_the_transaction_alone() -> None:
     made.silent = {Staged}
     made.steps(9)
     made.problem = "a shape differs"
-    made.controller.request_refit("/bad", 1)
+    made.controller.request_refit("/bad", 1, 60.0)
     made.steps(3)
     assert made.controller.refit_result is not None
     assert made.controller.refit_result.problem == "rank 1: a shape differs"
@@ -332,13 +332,13 @@ def test_weights_that_cannot_be_loaded_leave_the_transaction_alone() -> None:
 def test_a_refit_that_fails_halfway_leaves_the_engine_unhealthy_until_one_succeeds() -> None:
     made = engine(TARGET, TARGET)
     made.silent = {Refitted}
-    made.controller.request_refit("/new", 1)
+    made.controller.request_refit("/new", 1, 60.0)
     made.steps(3)
     assert "rank 1" in made.controller.unhealthy_reason and made.controller.weights_version == 0
     made.steps(20)
     assert "Plan" not in kinds(made)  # nothing moves on mixed weights
     made.silent = set()
-    made.controller.request_refit("/new", 1)
+    made.controller.request_refit("/new", 1, 60.0)
     made.steps(3)
     assert not made.controller.unhealthy_reason and made.controller.weights_version == 1
     made.steps(10)
