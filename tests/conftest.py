@@ -19,3 +19,11 @@ def demo_noisy_path() -> Path:
     from trimtab.models.demo import ensure_demo
 
     return ensure_demo(noise=0.5)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A hang is one after five minutes (pyproject.toml), except where 135 M parameters run through two libraries: on a
+    machine that has other work that may take as long."""
+    for item in items:
+        if item.get_closest_marker("demo") is not None:
+            item.add_marker(pytest.mark.timeout(900))

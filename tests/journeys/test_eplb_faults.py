@@ -199,12 +199,18 @@ def test_rule_08_answering_early_corrupts_and_is_found(checkpoint: Path, expecte
         early = [AnswersEarly(mover_of(traffic.llm, rank), traffic.llm._controller()) for rank in range(2)]
         for rank, mover in zip(ranks, early, strict=True):
             rank.mover = mover  # type: ignore[assignment]
-        traffic.until(lambda: early[0].num_early > 0, tops_up=True)
+        is_shown = False
+        try:
+            traffic.until(lambda: early[0].num_early > 0, tops_up=True)
+        except AssertionError:  # a request has ended in the very step
+            assert any(mover.num_early for mover in early)
+            is_shown = True
         with pytest.raises(SlotMismatchError, match=r"rank \d: \d+ slots do not hold the bytes of their expert"):
             for rank in ranks:
                 rank.mover.check_slots(rank.placement)  # type: ignore[attr-defined]
-        with pytest.raises(AssertionError):
-            traffic.until(lambda: False, 300)
+        if not is_shown:
+            with pytest.raises(AssertionError):
+                traffic.until(lambda: False, 300)
 
 
 @pytest.mark.parametrize("kind", ["damaged in staging", "the mover dies"])
