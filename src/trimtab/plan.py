@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trimtab.experts.ports import Command, Report
+from trimtab.experts.ports import CheckWeights, Command, Refit, Report
 from trimtab.sampling_params import SamplingParams
 
 
@@ -58,12 +58,16 @@ class StepPlan:
     commands: list[Command] = field(default_factory=list)  # the balancer's, executed before the forward
     # Whether any rank computes in this step: MoE layers are collective, so one without rows then takes part with none.
     runs_forward: bool = False
-    # Commands read new weights in this step: it may take as long as this, in place of the executor's own limit.
-    weights_timeout_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.scheduled)
+
+    @property
+    def weights_timeout_s(self) -> float | None:
+        """Where commands read new weights: the step may take as long as this, in place of the executor's own limit."""
+        limits = (command.timeout_s for command in self.commands if isinstance(command, CheckWeights | Refit))
+        return max(limits, default=None)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from trimtab.engine.request import Request, spawn
 from trimtab.engine.scheduler import Progress, RowStore, Scheduler
 from trimtab.engine.stats import rank_stats, total_stats
 from trimtab.engine.stop import bad_word_token_ids
-from trimtab.experts.ports import CheckWeights, Command, Refit, Report
+from trimtab.experts.ports import Command, Report
 from trimtab.experts.routed_experts import RoutedExpertsLayout
 from trimtab.outputs import RequestMetrics, RequestOutput
 from trimtab.plan import Executor, KVCacheConfig, PendingStep, StepPlan
@@ -405,10 +405,8 @@ class Engine:
             plans = self.scheduler.command_step()
         if plans is not None:
             commands = self.balancer.commands(runs_forward=plans[0].runs_forward, now=time.monotonic())
-            limits = [command.timeout_s for command in commands if isinstance(command, CheckWeights | Refit)]
             for plan in plans:
                 plan.commands = commands
-                plan.weights_timeout_s = max(limits, default=None)
         return plans
 
     # -- requests in ---------------------------------------------------------------------------------------------------
