@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.config import EngineConfig
+from trimtab.engine.balancing import Balancer
 from trimtab.engine.config import CacheConfig, SchedulerConfig
-from trimtab.engine.engine import Balancer, Engine
+from trimtab.engine.engine import Engine
 from trimtab.engine.executor.worker import Worker
 from trimtab.engine.kv_cache import longest_request, peak_blocks
 from trimtab.engine.stop import eos_token_ids

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from trimtab.engine import engine as engine_module
+from trimtab.engine.balancing import NoBalancer
 from trimtab.engine.config import CacheConfig, SchedulerConfig
-from trimtab.engine.engine import Engine, EngineDeadError, NoBalancer
+from trimtab.engine.engine import Engine, EngineDeadError
 from trimtab.engine.scheduler import Scheduler
 from trimtab.experts.ports import Collect, Command, Report
 from trimtab.outputs import CompletionOutput
