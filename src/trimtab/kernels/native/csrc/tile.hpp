@@ -145,8 +145,8 @@ inline __attribute__((always_inline)) void multiply_word(typename Ops::Vector (&
 // M rows, given by the address of their first word, times one strip.
 // A function of its own: inlined side by side, the tiles take each other's registers.
 template <class Ops, int M>
-__attribute__((noinline)) void multiply_strip(const char* const* row_words, const char* strip, int64_t words, typename Ops::Rows::Sum* sums_out,
-                    Prefetcher& prefetcher) {
+__attribute__((noinline)) void multiply_strip(const char* const* row_words, const char* strip, int64_t words,
+                                              typename Ops::Rows::Sum* sums_out, Prefetcher& prefetcher) {
   constexpr int V = kStripBytes / Ops::kVectorBytes;
   constexpr int64_t lanes = Ops::kVectorBytes / 4;
   const char* rows[M];
