@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,8 +15,11 @@ from trimtab.experts.movement.choice import MovementPlan, choose_communicator, o
 from trimtab.experts.movement.communicator.base import Communicator
 from trimtab.experts.movement.mover import MovementConfig
 from trimtab.experts.placement import Placement, Topology
-from trimtab.experts.ports import SlotStorage
+from trimtab.experts.ports import MoverReport, SlotStorage
 from trimtab.testing.movement import ByteSlots, MovingRanks, ScriptedFaults
+
+COMMUNICATORS = ["shared_memory", "torch_gloo"]
+every_communicator = pytest.mark.parametrize("communicator", COMMUNICATORS)
 
 SLOT_NBYTES = 700
 NUM_LAYERS = 2
@@ -85,3 +90,12 @@ def wrong_slots(ranks: MovingRanks) -> list[tuple[int, int]]:
             if not torch.equal(storage.read(slot % topology.slots_per_rank), expert_bytes(layer, expert)):
                 wrong.append((layer, slot))
     return wrong
+
+
+def only(reports: list[MoverReport]) -> MoverReport:
+    assert len(reports) == 1, reports
+    return reports[0]
+
+
+def mover_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "mover" in thread.name]
