@@ -34,6 +34,11 @@ def prompts(count: int, seed: int = 7, longest: int = 40) -> list[list[int]]:
     return [random.integers(3, 90, random.integers(1, longest)).tolist() for _ in range(count)]
 
 
+# For journeys that are about states and faults: the fixtures of conftest.py serve these.
+FEW_TOKENS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+FEW_PROMPTS = prompts(9, longest=24)
+
+
 @contextmanager
 def balanced(checkpoint: Path, eplb: dict[str, Any] | None = None, **options: Any) -> Iterator[LLM]:
     options = {"distributed_executor_backend": "threads", "enable_expert_parallel": True, **LIMITS, **options}

@@ -5,42 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from eplb_watch import LIMITS, Traffic, balanced, nothing_is_left, prompts, rank_balancers, reasons
+from eplb_watch import (
+    FEW_PROMPTS,
+    FEW_TOKENS,
+    Traffic,
+    balanced,
+    rank_balancers,
+    reasons,
+)
 
-from trimtab import LLM, SamplingParams
+from trimtab import LLM
 from trimtab.engine import engine as engine_module
 from trimtab.experts.movement.faults import Point
 from trimtab.experts.movement.mover import BackgroundMover
 from trimtab.outputs import RequestOutput
-from trimtab.testing.checkpoints import make_tiny_checkpoint
 from trimtab.testing.movement import ScriptedFaults, never_ready, raises
 
-SAMPLING = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
-PROMPTS = prompts(9, longest=24)
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 STATES = ("IDLE", "WAITING_FOR_POLICY", "STAGING", "READY", "COMMITTING", "ABORTING", "ABORTED", "DONE")
 HELD = {"STAGING": never_ready, "ABORTING": raises("no"), "ABORTED": raises("no")}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("mixtral"), num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[RequestOutput]:
-    with LLM(str(checkpoint), **LIMITS) as llm:
-        return llm.generate(PROMPTS, SAMPLING, use_tqdm=False)
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(tmp_path: Path, checkpoint: Path, expected: list[RequestOutput]) -> Iterator[None]:
-    with nothing_is_left(tmp_path):
-        yield
 
 
 class Ends:
@@ -77,7 +64,7 @@ def test_rule_18_movers_rest_before_their_ranks_end_from_every_state(
     eplb = {"step_interval": 10**6, "window_size": 100} if state == "IDLE" else {}
     depth = 2 if state == "COMMITTING" else 1
     with balanced(checkpoint, eplb, data_parallel_size=2, async_depth=depth) as llm:
-        traffic = Traffic(llm, PROMPTS, expected, SAMPLING)
+        traffic = Traffic(llm, FEW_PROMPTS, expected, FEW_TOKENS)
         bring_to(state, traffic)
         ends, controller = Ends(llm), llm._controller()
         llm.shutdown()
@@ -95,7 +82,7 @@ def test_rule_18_without_draining_ranks_end_while_movers_work(
 ) -> None:
     """Negative control of the test above."""
     with balanced(checkpoint, data_parallel_size=2) as llm:
-        traffic = Traffic(llm, PROMPTS, expected, SAMPLING)
+        traffic = Traffic(llm, FEW_PROMPTS, expected, FEW_TOKENS)
         bring_to("STAGING", traffic)
         ends = Ends(llm)
         monkeypatch.setattr(llm.engine, "_drain", lambda: None)
@@ -111,7 +98,7 @@ def test_rule_18_a_mover_that_does_not_come_to_rest_is_waited_for_no_longer_than
 ) -> None:
     monkeypatch.setattr(engine_module, "DRAIN_TIMEOUT_S", 0.2)
     with balanced(checkpoint, data_parallel_size=2) as llm:
-        traffic = Traffic(llm, PROMPTS, expected, SAMPLING)
+        traffic = Traffic(llm, FEW_PROMPTS, expected, FEW_TOKENS)
         bring_to("STAGING", traffic)
         for rank in rank_balancers(llm):
             monkeypatch.setattr(rank.mover, "poll", list)  # nobody hears that it rests
@@ -126,7 +113,7 @@ def test_rule_18_a_rank_that_is_held_up_in_its_step_is_waited_for_no_longer_than
 ) -> None:
     monkeypatch.setattr(engine_module, "DRAIN_TIMEOUT_S", 0.2)
     with balanced(checkpoint, data_parallel_size=2) as llm:
-        traffic = Traffic(llm, PROMPTS, expected, SAMPLING)
+        traffic = Traffic(llm, FEW_PROMPTS, expected, FEW_TOKENS)
         bring_to("STAGING", traffic)
         goes_on = threading.Event()
         rank = rank_balancers(llm)[1]
@@ -149,11 +136,11 @@ def test_rule_18_ctrl_c_out_of_a_block_lets_movers_come_to_rest(
 ) -> None:
     ends = None
     with pytest.raises(KeyboardInterrupt), balanced(checkpoint, data_parallel_size=2) as llm:
-        traffic = Traffic(llm, PROMPTS, expected, SAMPLING)
+        traffic = Traffic(llm, FEW_PROMPTS, expected, FEW_TOKENS)
         bring_to("STAGING", traffic)
         ends = Ends(llm)
         os.kill(os.getpid(), signal.SIGINT)
-        llm.generate(PROMPTS, SAMPLING, use_tqdm=False)
+        llm.generate(FEW_PROMPTS, FEW_TOKENS, use_tqdm=False)
     assert ends is not None and ends.open == [0, 0]
     assert reasons(llm, "aborted")[-1] == "drain"
 
@@ -162,7 +149,7 @@ def test_rule_18_an_engine_that_met_a_fault_is_not_asked_to_come_to_rest(
     checkpoint: Path, expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with balanced(checkpoint, data_parallel_size=2) as llm:
-        traffic = Traffic(llm, PROMPTS, expected, SAMPLING)
+        traffic = Traffic(llm, FEW_PROMPTS, expected, FEW_TOKENS)
         bring_to("STAGING", traffic)
 
         def fail(commands: Any) -> None:
@@ -180,19 +167,19 @@ def test_rule_09_warm_up_ends_with_clock_and_window_reset(checkpoint: Path, expe
     with balanced(checkpoint, {"window_size": 10**4, "step_interval": 10**4}, data_parallel_size=2) as llm:
         controller = llm._controller()
         with llm.engine.warm_up():
-            llm.generate(PROMPTS, SAMPLING, use_tqdm=False)
+            llm.generate(FEW_PROMPTS, FEW_TOKENS, use_tqdm=False)
         assert controller.trigger.clock == 0 and controller.stats()["steps_to_next"] == 10**4
         assert controller.window.load().num_pairs == 0
-        llm.generate(PROMPTS[:3], SAMPLING, use_tqdm=False)
+        llm.generate(FEW_PROMPTS[:3], FEW_TOKENS, use_tqdm=False)
         clock = controller.trigger.clock
         assert clock > 0
         with pytest.raises(ZeroDivisionError), llm.engine.warm_up():
-            llm.generate(PROMPTS, SAMPLING, use_tqdm=False)
+            llm.generate(FEW_PROMPTS, FEW_TOKENS, use_tqdm=False)
             raise ZeroDivisionError
         assert controller.trigger.clock == clock
-        llm.generate(PROMPTS[3:6], SAMPLING, use_tqdm=False)
+        llm.generate(FEW_PROMPTS[3:6], FEW_TOKENS, use_tqdm=False)
         assert controller.trigger.clock > clock
         llm.rearrange_experts()  # closes the bucket
-        tokens = sum(len(prompt) + 12 - 1 for prompt in PROMPTS[:6])
+        tokens = sum(len(prompt) + 12 - 1 for prompt in FEW_PROMPTS[:6])
         model = llm._parts.models[0]
         assert controller.window.load().num_pairs == tokens * sum(layer.top_k for layer in model.moe_layers)

@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 from eplb_watch import (
-    LIMITS,
+    FEW_PROMPTS,
+    FEW_TOKENS,
     Traffic,
     Watch,
     assert_same,
     balanced,
-    nothing_is_left,
-    prompts,
     rank_balancers,
     reasons,
 )
 
-from trimtab import LLM, SamplingParams
+from trimtab import LLM
 from trimtab.engine.engine import EngineDeadError
 from trimtab.experts.control.controller import Controller
 from trimtab.experts.control.transaction import Committing
@@ -36,30 +35,11 @@ from trimtab.experts.movement.mover import BackgroundMover
 from trimtab.experts.movement.verify import SlotMismatchError
 from trimtab.experts.ports import Loan
 from trimtab.outputs import RequestOutput
-from trimtab.testing.checkpoints import make_tiny_checkpoint
 from trimtab.testing.movement import Action, ScriptedFaults, corrupts, never_ready, raises, waits_for
 
-SAMPLING = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
-PROMPTS = prompts(9, longest=24)
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 DP2: dict[str, Any] = {"data_parallel_size": 2}
 every_communicator = pytest.mark.parametrize("communicator", ["shared_memory", "torch_gloo"])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("mixtral"), num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[RequestOutput]:
-    with LLM(str(checkpoint), **LIMITS) as llm:
-        return llm.generate(PROMPTS, SAMPLING, use_tqdm=False)
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(tmp_path: Path, checkpoint: Path, expected: list[RequestOutput]) -> Iterator[None]:
-    with nothing_is_left(tmp_path):
-        yield
 
 
 def mover_of(llm: LLM, rank: int) -> BackgroundMover:
@@ -83,7 +63,7 @@ def serving(
     checkpoint: Path, expected: list[RequestOutput], eplb: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Traffic]:
     with balanced(checkpoint, eplb, **DP2 | options) as llm:
-        yield Traffic(llm, PROMPTS, expected, SAMPLING)
+        yield Traffic(llm, FEW_PROMPTS, expected, FEW_TOKENS)
 
 
 def expect_recovery(traffic: Traffic) -> None:
@@ -470,7 +450,7 @@ def test_ctrl_c_during_a_rearrangement_waits_for_the_step_and_harms_nothing(
         with fault(llm, {Point.STAGE: interrupt}), pytest.raises(KeyboardInterrupt):
             llm.rearrange_experts()
         assert llm.eplb_stats()["state"] not in ("DONE", "IDLE")
-        assert_same(llm.generate(PROMPTS, SAMPLING, use_tqdm=False), expected)
+        assert_same(llm.generate(FEW_PROMPTS, FEW_TOKENS, use_tqdm=False), expected)
         while llm.engine.has_work:
             llm.engine.step()
         assert llm.eplb_stats()["rearrangements"]["done"] == 1
