@@ -90,6 +90,23 @@ class Watch:
                 self.look()
         return [finished[index] for index in range(len(token_ids))]
 
+    def run_until(
+        self,
+        enough: Callable[[], bool],
+        token_ids: Sequence[Sequence[int]],
+        expected: Sequence[RequestOutput],
+        sampling: SamplingParams = SAMPLING,
+        most_times: int = 50,
+    ) -> int:
+        """Runs and compares, again and again until `enough`; how often. In how many steps policies and movers have
+        worked is the machine's affair: a test says what it has to see, not when."""
+        for number in range(1, most_times + 1):
+            assert_same(self.run(token_ids, sampling), expected)
+            if enough():
+                return number
+            self.llm.engine.reset_prefix_cache()
+        raise AssertionError(f"did not come about in {self.num_steps} steps: {self.llm.eplb_stats()}")
+
     def look(self) -> None:
         (digest,) = {rank.placement.digest() for rank in self.ranks}
         if digest != self.placement.digest():

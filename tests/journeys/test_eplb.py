@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eplb_watch import LIMITS, SAMPLING, Watch, assert_same, balanced, prompts
+from eplb_watch import LIMITS, SAMPLING, Watch, balanced, prompts
 
 from trimtab import LLM
 from trimtab.experts.data.routing_table import RoutingTable
@@ -19,7 +19,7 @@ from trimtab.testing.checkpoints import make_tiny_checkpoint
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {}, "qwen3_moe": {}, "deepseek_v3": {"n_routed_experts": 32}, "gpt_oss": {}
 }  # fmt: skip
-NUM_PROMPTS = 72  # over 500 steps of four sequences
+NUM_PROMPTS = 24  # some 170 steps of four sequences, as often as it takes
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +59,15 @@ def test_rule_11_tokens_and_logprobs_stay_bitwise_the_same_while_experts_always_
     family: str,
     layout: dict[str, int],
 ) -> None:
-    """Rule 11, 500 steps: all ranks commit a layer in the same step plan, and outputs are the oracle's at every step
-    between, of tokens that ranks share as well."""
+    """Rule 11, 500 steps with a transaction open: all ranks commit a layer in the same step plan, and outputs are the
+    oracle's at every step between, of tokens that ranks share as well."""
     with balanced(checkpoints[family], **layout) as llm:
         watch = Watch(llm)
-        outputs = watch.run(prompts(NUM_PROMPTS))
+        watch.run_until(
+            lambda: watch.num_open >= 500 and watch.num_commits > 60, prompts(NUM_PROMPTS), expected[family]
+        )
         stats = llm.eplb_stats()
-    assert_same(outputs, expected[family])
     assert stats["rearrangements"]["aborted"] == stats["rearrangements"]["failed"] == 0
-    assert watch.num_steps >= 500
-    assert watch.num_commits > watch.num_steps / 8 and watch.num_open > watch.num_steps / 2
     assert stats["moves"] > 100 and stats["mixed_layer_steps"] > 10 and watch.most_replicas > 1
 
 
@@ -88,13 +87,14 @@ class StrictWatch(Watch):
 
 @pytest.mark.parametrize("layout", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2, "max_num_seqs": 4}], ids=str)
 def test_rule_01_after_every_commit_lookups_digests_and_slots_are_what_the_placement_says(
-    checkpoints: dict[str, Path], layout: dict[str, int]
+    checkpoints: dict[str, Path], expected: dict[str, list[RequestOutput]], layout: dict[str, int]
 ) -> None:
     """And each of the three is seen where it is not so."""
     with balanced(checkpoints["mixtral"], **layout) as llm:
         watch = StrictWatch(llm)
-        watch.run(prompts(16))
-        assert watch.num_commits > 10 and watch.most_replicas > 1
+        watch.run_until(
+            lambda: watch.num_commits > 10 and watch.most_replicas > 1, prompts(16), expected["mixtral"][:16]
+        )
         watch.check()
         table = llm._parts.models[1].moe_layers[0].routing_table.slots
         other = table.roll(1, 0)

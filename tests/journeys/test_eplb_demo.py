@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eplb_watch import Watch, assert_same, balanced, prompts
+from eplb_watch import Watch, balanced, prompts
 
 from trimtab import LLM, SamplingParams
 from trimtab.kernels.native.library import Format, native_kernels
 
 pytestmark = pytest.mark.demo
 
-SAMPLING = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": "32MiB", "max_num_seqs": 4}
 
 
@@ -32,8 +32,9 @@ def test_noisy_demo_experts_move_and_change_no_bit(
     with balanced(demo_noisy_path, **options | layout) as llm:
         watch = Watch(llm)
         watch.looks = False  # each look reads all experts again
-        outputs = watch.run(prompts(4), SAMPLING)
-        stats = llm.eplb_stats()
+        watch.run_until(
+            lambda: llm.eplb_stats()["moves"] > 30 and llm.eplb_stats()["mixed_layer_steps"] > 5,
+            prompts(4), expected, SAMPLING,
+        )  # fmt: skip
         watch.look()
-    assert_same(outputs, expected)
-    assert stats["moves"] > 30 and stats["mixed_layer_steps"] > 5 and watch.most_replicas > 1
+    assert watch.most_replicas > 1

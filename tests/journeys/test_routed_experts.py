@@ -290,11 +290,13 @@ def test_rows_are_the_same_while_experts_move(checkpoint: Path, expected: list[n
     options = {"enable_expert_parallel": True, "distributed_executor_backend": "threads", "enable_eplb": True}
     with LLM(str(checkpoint), eplb_config=eplb, **OPTIONS | options | LAYOUTS[layout]) as llm:
         placements = set()
-        for _ in range(12):
+        for _ in range(200):
             assert_same(rows_of(generate(llm, some_prompts())), expected)
             llm.engine.reset_prefix_cache()
             placements.add(tuple(llm._parts.models[0].moe_layers[0].routing_table.slots.flatten().tolist()))
-    assert len(placements) > 2, "experts did move meanwhile"
+            if len(placements) > 4:
+                break
+    assert len(placements) > 4, "experts did move meanwhile"
 
 
 def test_rows_come_whole_from_other_processes(checkpoint: Path, expected: list[np.ndarray]) -> None:

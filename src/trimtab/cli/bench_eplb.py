@@ -381,6 +381,12 @@ def print_report(report: dict[str, Any]) -> None:
         f"rearrangements: {outcome}; experts take {report['experts_share']:.0%} of a step",
         highlight=False,
     )
+    if not stats["moves"]:
+        console.print(
+            "[bold yellow]no expert moved[/]: on/off says what watching costs, not what balancing brings; "
+            "more --rounds, or a smaller step_interval in --eplb-config",
+            highlight=False,
+        )
     if report["tokens_are_equal"]:
         console.print("tokens: the same on both sides in every round", highlight=False)
     else:

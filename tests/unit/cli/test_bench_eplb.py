@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trimtab.cli.bench_eplb import (
     eplb,
     max_over_mean,
     predicted_ratio,
+    print_report,
     run_rounds,
 )
 from trimtab.cli.eplb_figure import _stretches, save_eplb_figure
@@ -110,12 +112,15 @@ def checkpoint(tmp_path_factory):
 
 def test_the_command_moves_experts_and_finds_the_same_tokens_on_both_sides(checkpoint, tmp_path, capsys) -> None:
     engine = EngineOptions(**TINY, eplb_config={"step_interval": "4", "window_size": "4"})
-    arguments = {"rounds": 2, "batch_size": 2, "input_len": 12, "output_len": 8, "domains": "code,german"}
+    arguments = {"batch_size": 2, "input_len": 12, "output_len": 8, "domains": "code,german"}
     png = tmp_path / "eplb.png"
-    assert eplb(model=str(checkpoint), json_output=True, plot=png, engine=engine, **arguments) == 0
-    report = json.loads(capsys.readouterr().out)
+    for rounds in (2, 8, 32, 128):  # in how many steps experts have moved is the machine's affair
+        assert eplb(model=str(checkpoint), rounds=rounds, json_output=True, plot=png, engine=engine, **arguments) == 0
+        report = json.loads(capsys.readouterr().out)
+        if report["eplb"]["moves"]:
+            break
     assert report["tokens_are_equal"] and report["eplb"]["moves"] > 0
-    assert [part["domain"] for part in report["rounds"]] == ["code", "code", "german", "german"]
+    assert [part["domain"] for part in report["rounds"]] == ["code"] * rounds + ["german"] * rounds
     assert [result["domain"] for result in report["domains"]] == ["code", "german"]
     assert report["eplb_config"]["num_redundant_experts"] == 2 and report["eplb_config"]["step_interval"] == 4
     assert all(1 <= part[side]["max_over_mean"] <= 2 for part in report["rounds"] for side in ("off", "on"))
@@ -131,3 +136,18 @@ def test_tokens_that_differ_are_told_and_end_with_status_1(checkpoint, monkeypat
     arguments = {"rounds": 2, "batch_size": 1, "input_len": 4, "output_len": 2, "domains": "code"}
     assert eplb(model=str(checkpoint), engine=EngineOptions(**TINY), **arguments) == 1
     assert "tokens: different in 1 rounds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moves", [0, 7])
+def test_a_run_in_which_nothing_moved_says_that_it_shows_nothing(moves, capsys) -> None:
+    rounds = [a_round("code", moves=moves) for _ in range(2)]
+    report = {
+        "model": "tiny", "batch_size": 1, "input_len": 4, "output_len": 2, "experts_share": 0.5,
+        "tokens_are_equal": True, "domains": [asdict(result) for result in by_domain(rounds, 0.5)],
+        "rounds": [asdict(part) for part in rounds],
+        "eplb": {"moves": moves, "rearrangements": {"done": int(moves > 0)}},
+        "machine": {"cpu": "a CPU", "cores": 2, "torch": "2", "date": "2026-11-30"},
+    }  # fmt: skip
+    print_report(report)
+    printed = capsys.readouterr().out
+    assert ("no expert moved" in printed and "step_interval" in printed) == (moves == 0)
