@@ -38,7 +38,7 @@ def test_layers_are_wholly_old_or_wholly_new_whatever_fails(
     faults = {rank: ScriptedFaults() for rank in range(num_ranks)}
     outcomes = {"done": 0, "failed": 0, "aborted": 0}
     first = Placement.identity(topology, NUM_LAYERS)
-    with byte_ranks(tmp_path, placement=first, communicator=communicator, faults=faults, timeout_s=20.0) as ranks:
+    with byte_ranks(tmp_path, placement=first, communicator=communicator, faults=faults, timeout_s=6.0) as ranks:
         for _ in range(num_plans):
             for scripted in faults.values():
                 scripted.actions.clear()
