@@ -14,24 +14,42 @@
 namespace trimtab {
 namespace {
 
-// Claims per thread and stage: enough to even out, few enough that a claim reads long runs of memory.
-constexpr int64_t kClaimsPerThread = 16;
-
-template <class Visit>
-inline void share_out(int64_t total, int num_threads, int64_t* counter, Visit visit) {
-  const int64_t even = total / (num_threads * kClaimsPerThread);
-  const int64_t claim = num_threads == 1 ? total : even < 1 ? 1 : even;
-  for (;;) {
-    const int64_t first = __atomic_fetch_add(counter, claim, __ATOMIC_RELAXED);
-    if (first >= total) return;
-    visit(first, first + claim < total ? first + claim : total);
-  }
-}
-
 struct Range {
   int64_t first;
   int64_t last;
 };
+
+// Claims shrink with what is left, so that threads end a stage together, and are long while much is left: a claim reads
+// long runs of memory.
+constexpr int64_t kClaimsPerThread = 16;
+
+inline Range claim(int64_t total, int num_threads, int64_t* counter) {
+  int64_t first = __atomic_load_n(counter, __ATOMIC_RELAXED);
+  for (;;) {
+    const int64_t left = total - first;
+    if (left <= 0) return {total, total};
+    const int64_t even = left / (num_threads * kClaimsPerThread);
+    const int64_t last = num_threads == 1 ? total : first + (even < 1 ? 1 : even);
+    if (__atomic_compare_exchange_n(counter, &first, last, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+      return {first, last};
+  }
+}
+
+// `visit(index, next)`: `next` is what this thread visits afterwards, or `index` itself at the end. A claim is made
+// when the last one's end begins, so that its memory can be fetched ahead.
+template <class Visit>
+inline void share_out(int64_t total, int num_threads, int64_t* counter, Visit visit) {
+  for (Range range = claim(total, num_threads, counter), ahead{}; range.first < range.last; range = ahead) {
+    for (int64_t index = range.first; index < range.last; ++index) {
+      int64_t next = index + 1;
+      if (next == range.last) {
+        ahead = claim(total, num_threads, counter);
+        next = ahead.first < ahead.last ? ahead.first : index;
+      }
+      visit(index, next);
+    }
+  }
+}
 
 // Asks OpenMP for the team's size: it may have granted fewer threads than the region wanted.
 inline Range share_of_thread(int64_t total) {
@@ -90,19 +108,15 @@ inline void multiply_units(const MoeChunk& chunk, const MatrixLayout& m, int64_t
   alignas(64) typename Ops::Rows::Sum sums[kRowBlock * kPanelColumns];
   const typename Ops::Rows::Element* rows[kRowBlock];
   const int64_t total = chunk.num_blocks * panels;
-  UnitWalk walk{chunk, panels};
+  UnitWalk walk{chunk, panels}, ahead{chunk, panels};
   const auto address = [&](const Unit& unit) {
     return chunk.slots[unit.slot].bytes + m.weights_at + (first_panel + unit.panel) * m.panel_bytes;
   };
-  share_out(total, chunk.num_threads, counter, [&](int64_t first, int64_t last) {
-    Unit unit = walk.at(first);
-    for (int64_t index = first; index < last; ++index) {
-      const Unit next = index + 1 < total ? walk.at(index + 1) : unit;
-      for (int64_t i = 0; i < unit.num_rows; ++i) rows[i] = row(unit.first_row + i);
-      multiply_panel<Ops>(rows, unit.num_rows, address(unit), m.steps, address(next), sums);
-      finish(chunk.slots[unit.slot].bytes, first_panel + unit.panel, unit.first_row, unit.num_rows, sums);
-      unit = next;
-    }
+  share_out(total, chunk.num_threads, counter, [&](int64_t index, int64_t next_index) {
+    const Unit unit = walk.at(index);
+    for (int64_t i = 0; i < unit.num_rows; ++i) rows[i] = row(unit.first_row + i);
+    multiply_panel<Ops>(rows, unit.num_rows, address(unit), m.steps, address(ahead.at(next_index)), sums);
+    finish(chunk.slots[unit.slot].bytes, first_panel + unit.panel, unit.first_row, unit.num_rows, sums);
   });
 }
 
@@ -244,18 +258,16 @@ void linear(const LinearCall& call) {
     alignas(64) typename Rows::Sum sums[kRowBlock * kPanelColumns];
     const typename Rows::Element* rows[kRowBlock];
     const auto address = [&](int64_t unit) { return call.weights + m.weights_at + unit / blocks * m.panel_bytes; };
-    share_out(total, call.num_threads, call.counters, [&](int64_t first, int64_t last) {
-      for (int64_t unit = first; unit < last; ++unit) {
-        const int64_t panel = unit / blocks;
-        const int64_t top = call.num_rows * (unit % blocks) / blocks;
-        const int64_t num_rows = call.num_rows * (unit % blocks + 1) / blocks - top;
-        for (int64_t i = 0; i < num_rows; ++i) rows[i] = prepared<Rows>(call.input_rows, capacity, top + i);
-        multiply_panel<Ops>(rows, num_rows, address(unit), m.steps, address(unit + 1 < total ? unit + 1 : unit), sums);
-        for (int64_t i = 0; i < num_rows; ++i) {
-          alignas(64) float values[kPanelColumns];
-          finish_sums<Rows>(sums + i * kPanelColumns, m, call.weights, panel, call.input_scales[top + i], values);
-          write_panel(values, panel * kPanelColumns, call.out, top + i);
-        }
+    share_out(total, call.num_threads, call.counters, [&](int64_t unit, int64_t next) {
+      const int64_t panel = unit / blocks;
+      const int64_t top = call.num_rows * (unit % blocks) / blocks;
+      const int64_t num_rows = call.num_rows * (unit % blocks + 1) / blocks - top;
+      for (int64_t i = 0; i < num_rows; ++i) rows[i] = prepared<Rows>(call.input_rows, capacity, top + i);
+      multiply_panel<Ops>(rows, num_rows, address(unit), m.steps, address(next), sums);
+      for (int64_t i = 0; i < num_rows; ++i) {
+        alignas(64) float values[kPanelColumns];
+        finish_sums<Rows>(sums + i * kPanelColumns, m, call.weights, panel, call.input_scales[top + i], values);
+        write_panel(values, panel * kPanelColumns, call.out, top + i);
       }
     });
   }
