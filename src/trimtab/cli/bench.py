@@ -15,7 +15,12 @@ from cyclopts import App, Parameter
 from trimtab.cli.generate import open_llm
 from trimtab.cli.layout import format_bytes
 from trimtab.cli.options import EngineOptions, engine_config, given
-from trimtab.observability.machine import cpu_model, peak_memory_bytes, process_age_s
+from trimtab.observability.machine import (
+    cpu_model,
+    peak_memory_bytes,
+    peak_memory_of_children_bytes,
+    process_age_s,
+)
 from trimtab.observability.progress import Progress, no_progress, progress_bar
 from trimtab.sampling_params import SamplingParams
 
@@ -249,7 +254,12 @@ def offline(
                 progress=report_run,
             )
             report["results"].append(asdict(result))
-    report |= {"peak_memory_bytes": peak_memory_bytes(), "stats": llm.stats(), "machine": machine()}
+    report |= {
+        "peak_memory_bytes": peak_memory_bytes(),
+        "workers_peak_memory_bytes": peak_memory_of_children_bytes(),
+        "stats": llm.stats(),
+        "machine": machine(),
+    }
     if llm.config.enable_eplb:
         report["eplb"] = {name: value for name, value in llm.eplb_stats().items() if name != "events"}
     if json_output:
@@ -287,8 +297,10 @@ def print_report(report: dict[str, Any]) -> None:
     sizes = f"{report['results'][0]['input_len']} tokens in, {report['results'][0]['output_len']} out"
     kv_bytes = report["stats"]["memory_bytes"].get("kv_cache")
     memory = f"peak memory {format_bytes(report['peak_memory_bytes'])}"
+    if report["workers_peak_memory_bytes"]:
+        memory += f" and {format_bytes(report['workers_peak_memory_bytes'])} in workers"
     if kv_bytes is not None:
-        memory += f", of it KV cache {format_bytes(kv_bytes)}"
+        memory += f"; room for {format_bytes(kv_bytes)} of KV cache"
     console.print(f"{sizes}; start to first token {report['start_up_s']:.1f} s; {memory}", highlight=False)
     if "eplb" in report:
         console.print(balancing_line(report["eplb"]), highlight=False)

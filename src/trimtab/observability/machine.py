@@ -31,3 +31,17 @@ def process_age_s(stat: Path = _SELF_STAT) -> float:
 def peak_memory_bytes() -> int:
     """The most memory this process has had resident (ru_maxrss, which Linux counts in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_memory_of_children_bytes() -> int:
+    """The most memory that each living child process has had resident (VmHWM), added up: an engine's ranks."""
+    children = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    return sum(_high_water_mark(Path(f"/proc/{pid}/status")) for pid in children)
+
+
+def _high_water_mark(status: Path) -> int:
+    try:
+        lines = status.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0  # it has ended meanwhile
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)  # none: a zombie

@@ -1,8 +1,15 @@
 """What Linux says about the machine and this process."""
 
 import os
+import subprocess
+import sys
 
-from trimtab.observability.machine import cpu_model, peak_memory_bytes, process_age_s
+from trimtab.observability.machine import (
+    cpu_model,
+    peak_memory_bytes,
+    peak_memory_of_children_bytes,
+    process_age_s,
+)
 
 
 def test_the_cpu_is_the_first_model_name(tmp_path):
@@ -28,3 +35,15 @@ def test_peak_memory_holds_what_was_touched():
     block[:: 1 << 12] = b"x" * len(block[:: 1 << 12])
     assert peak_memory_bytes() >= before
     assert peak_memory_bytes() > 64 << 20
+
+
+def test_the_peak_memory_of_children_is_theirs_alone_and_gone_with_them():
+    before = peak_memory_of_children_bytes()
+    code = "block = bytes(96 << 20) + b'x'; del block; print('done', flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "done\n"
+        grown = peak_memory_of_children_bytes() - before
+        child.communicate("\n")
+    assert 96 << 20 < grown < 256 << 20
+    assert peak_memory_of_children_bytes() == before

@@ -12,8 +12,10 @@ import torch
 from byte_ranks import FIRST, SECOND, byte_ranks, wrong_slots
 from torch import Tensor
 
+from trimtab.distributed.errors import RankFailureError
+from trimtab.distributed.gloo import GlooTransport, Pending
 from trimtab.experts.movement.choice import choose_communicator, create_resources, open_communicator
-from trimtab.experts.movement.communicator.base import Header
+from trimtab.experts.movement.communicator.base import Communicator, Header
 from trimtab.experts.movement.mover import MovementConfig
 from trimtab.experts.movement.pacing import Pacer
 from trimtab.testing.ranks import run_ranks
@@ -76,53 +78,99 @@ def test_b07_movers_rest_after_every_expert_so_long_that_they_keep_their_share(
             assert pacer.num_pieces / (pacer.num_pieces + sum(pacer.rests)) == pytest.approx(share)
 
 
-@every_communicator
-def test_b10_a_sender_that_leaves_after_its_last_send_has_given_all_of_it(communicator: str, tmp_path: Path) -> None:
-    """B10: sends are waited for before a rank ends its transaction and closes; the receiver looks only then."""
+SENT = [
+    torch.randint(0, 256, (LARGE_NBYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
+    for row in range(3)
+]
+ARRIVALS = [(row, 0, LARGE_NBYTES) for row in range(3)]
+
+
+def header(row: int) -> Header:
+    return Header(5, 2, row, 3, LARGE_NBYTES)
+
+
+def send_all(end: Communicator) -> None:
+    """Rank 0's whole transaction, and its end."""
+    end.begin(5, threading.Event())
+    end.open_layer(2, [])
+    for row in range(3):
+
+        def export(out: Tensor, row: int = row) -> int:
+            out.copy_(SENT[row])
+            return row
+
+        end.send(1, row, header(row), export)
+    end.end(is_aborted=False)
+    end.close()
+
+
+@contextmanager
+def two_ends(communicator: str, folder: Path) -> Iterator[list[Communicator]]:
     plan = choose_communicator(
         num_ranks=2, slots_per_rank=3, slot_nbytes=LARGE_NBYTES, communicator=communicator, timeout_s=30.0
     )
-    resources = create_resources(plan, tmp_path)
+    resources = create_resources(plan, folder)
     ends = [open_communicator(resources.plan, rank) for rank in range(2)]
     resources.close()
-    left = threading.Event()
-    sent = [
-        torch.randint(0, 256, (LARGE_NBYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
-        for row in range(3)
-    ]
-
-    def header(row: int) -> Header:
-        return Header(5, 2, row, 3, LARGE_NBYTES)
-
-    def export(row: int) -> Callable[[Tensor], int]:
-        def write(out: Tensor) -> int:
-            out.copy_(sent[row])
-            return row
-
-        return write
-
-    def send() -> None:
-        try:
-            ends[0].begin(5, threading.Event())
-            ends[0].open_layer(2, [])
-            for row in range(3):
-                ends[0].send(1, row, header(row), export(row))
-            ends[0].end(is_aborted=False)
-            ends[0].close()
-        finally:
-            left.set()
-
-    def receive() -> None:
-        ends[1].begin(5, threading.Event())
-        ends[1].open_layer(2, [(row, 0, LARGE_NBYTES) for row in range(3)])
-        left.wait()
-        for row in range(3):
-            assert ends[1].receive(row, 0) == header(row)._replace(checksum=row)
-            assert torch.equal(ends[1].staging[row][:LARGE_NBYTES], sent[row])
-        ends[1].end(is_aborted=False)
-
     try:
-        run_ranks(2, lambda rank: receive() if rank else send())
+        yield ends
     finally:
         for end in ends:
             end.close()
+
+
+@every_communicator
+def test_b10_a_sender_that_leaves_after_its_last_send_has_given_all_of_it(communicator: str, tmp_path: Path) -> None:
+    """B10: sends are waited for before a rank ends its transaction and closes; the receiver looks only then."""
+    left = threading.Event()
+
+    def send(end: Communicator) -> None:
+        try:
+            send_all(end)
+        finally:
+            left.set()
+
+    def receive(end: Communicator) -> None:
+        end.begin(5, threading.Event())
+        end.open_layer(2, ARRIVALS)
+        left.wait()
+        for row in range(3):
+            assert end.receive(row, 0) == header(row)._replace(checksum=row)
+            assert torch.equal(end.staging[row][:LARGE_NBYTES], SENT[row])
+        end.end(is_aborted=False)
+
+    with two_ends(communicator, tmp_path) as ends:
+        run_ranks(2, lambda rank: (send, receive)[rank](ends[rank]))
+
+
+def test_b10_a_sender_that_waited_for_no_send_is_an_error_of_its_receiver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above, and what its receiver would see: no bytes, and never silence."""
+    left = threading.Event()
+    post_send = GlooTransport.post_send
+
+    class Forgotten:
+        def __init__(self, pending: Pending) -> None:
+            self.pending = pending  # not gone, so that nothing but the leaving ends it
+
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(GlooTransport, "post_send", lambda *arguments: Forgotten(post_send(*arguments)))
+
+    def send(end: Communicator) -> None:
+        try:
+            send_all(end)
+        finally:
+            left.set()
+
+    def receive(end: Communicator) -> None:
+        end.begin(5, threading.Event())
+        left.wait()
+        with pytest.raises(RankFailureError):
+            end.open_layer(2, ARRIVALS)
+            end.receive(0, 0)
+
+    with two_ends("torch_gloo", tmp_path) as ends:
+        run_ranks(2, lambda rank: (send, receive)[rank](ends[rank]))
