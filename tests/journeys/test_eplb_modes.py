@@ -15,6 +15,7 @@ import pytest
 from eplb_watch import LIMITS, SAMPLING, Watch, balanced, prompts, rank_balancers
 
 from trimtab import LLM, SamplingParams
+from trimtab.kernels.native.exchange import Senders
 from trimtab.kernels.native.library import Format, native_kernels
 from trimtab.testing.checkpoints import make_tiny_checkpoint
 
@@ -70,6 +71,34 @@ def test_tokens_stay_bitwise_the_same_in_every_mode_in_which_experts_move(
         watch.placement = watch.ranks[0].placement
         watch.check()
     assert stats["rearrangements"]["aborted"] == stats["rearrangements"]["failed"] == 0
+
+
+def test_prompts_so_long_that_ranks_compute_their_own_tokens_around_the_others_keep_their_bits(
+    checkpoint: Path,
+) -> None:
+    """The order of many tokens (shared-memory dispatch), with experts on the move and ranks that have unlike loads."""
+    options: dict[str, Any] = {"max_model_len": 320, "max_num_batched_tokens": 320, "kv_cache_memory_bytes": "8MiB"}
+    sizes = (290, 30, 300, 250, 10, 280)
+    rng = random.Random(3)
+    token_ids = [[rng.randrange(3, 90) for _ in range(size)] for size in sizes]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+    with LLM(str(checkpoint), **LIMITS | options) as llm:
+        expected = llm.generate(token_ids, params, use_tqdm=False)
+    with balanced(checkpoint, data_parallel_size=2, **options) as llm:
+        seen: list[set[Senders]] = []
+        for model in llm._parts.models:
+            exchange: Any = model.moe_layers[0].dispatcher._exchange  # type: ignore[attr-defined]
+            senders: set[Senders] = set()
+
+            def arrivals(*arguments: Any, found: Any = exchange.arrivals, senders: Any = senders) -> Any:
+                senders.add(arguments[0])
+                return found(*arguments)
+
+            exchange.arrivals = arrivals
+            seen.append(senders)
+        watch = Watch(llm)
+        watch.run_until(lambda: llm.eplb_stats()["moves"] > 10, token_ids, expected, params)
+    assert seen == [set(Senders)] * 2, "both orders, on both ranks"
 
 
 class Log:

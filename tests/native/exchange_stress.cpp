@@ -26,8 +26,8 @@ float* trimtab_exchange_inbox(void*, int64_t);
 int trimtab_exchange_send(TrimtabExchange*, const void*, int64_t, int64_t, const int64_t*, int64_t, int64_t, int64_t);
 void trimtab_exchange_answer(TrimtabExchange*);
 int trimtab_exchange_wait(const TrimtabExchange*, int, int64_t, int64_t*);
-int64_t trimtab_exchange_arrivals(const TrimtabExchange*, int64_t, int64_t, int64_t, int64_t, int64_t*, int64_t*,
-                                  const void**, float**);
+int64_t trimtab_exchange_arrivals(const TrimtabExchange*, int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t*,
+                                  int64_t*, const void**, float**);
 }
 
 namespace {
@@ -67,15 +67,22 @@ void run_rank(void* segment, int64_t rank, int64_t num_ranks, int64_t layers) {
     for (int64_t& slot : slots) slot = static_cast<int64_t>(random() % (num_slots + 1)) - 1;
     if (trimtab_exchange_send(&exchange, rows.data(), kHidden * 4, 0, slots.data(), num_slots, tokens, kTopK))
       fail("send");
+    const auto compute = [&](int senders, int64_t from, int64_t to) {
+      int64_t scalar = 0;
+      const int64_t first = rank * kSlotsPerRank;
+      const int64_t count = trimtab_exchange_arrivals(&exchange, senders, first, from, to, kTopK, kHidden, &scalar,
+                                                      local.data(), sources.data(), targets.data());
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t h = 0; h < kHidden; ++h)
+          targets[i][h] = expert(static_cast<const float*>(sources[i])[h], first + local[i]);
+    };
+    // In every second layer own pairs are computed around the others', each rank as it likes.
+    const bool is_around = (layer + rank) % 2 == 0;
+    if (is_around) compute(1, 0, kSlotsPerRank / 2);
     if (wait(exchange, 0)) fail("wait for tokens");
-    int64_t scalar = 0;
-    const int64_t first = rank * kSlotsPerRank;
-    const int64_t count = trimtab_exchange_arrivals(&exchange, first, kSlotsPerRank, kTopK, kHidden, &scalar,
-                                                    local.data(), sources.data(), targets.data());
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t h = 0; h < kHidden; ++h)
-        targets[i][h] = expert(static_cast<const float*>(sources[i])[h], first + local[i]);
+    compute(is_around ? 2 : 0, 0, kSlotsPerRank);
     trimtab_exchange_answer(&exchange);
+    if (is_around) compute(1, kSlotsPerRank / 2, kSlotsPerRank);
     if (wait(exchange, 1)) fail("wait for answers");
     const float* inbox = trimtab_exchange_inbox(segment, rank);
     for (int64_t pair = 0; pair < tokens * kTopK; ++pair) {

@@ -30,6 +30,14 @@ class Phase(IntEnum):
     ANSWERED = 1
 
 
+class Senders(IntEnum):
+    """Whose pairs; values as in csrc/exchange.cpp."""
+
+    ALL = 0
+    OWN = 1
+    OTHERS = 2
+
+
 class _Status(IntEnum):
     """Values as in csrc/exchange.cpp."""
 
@@ -70,7 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "trimtab_exchange_send": (_INT, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG]),
     "trimtab_exchange_answer": (None, [_POINTER]),
     "trimtab_exchange_wait": (_INT, [_POINTER, _INT, _LONG, _POINTER]),
-    "trimtab_exchange_arrivals": (_LONG, [_POINTER] + [_LONG] * 4 + [_POINTER] * 4),
+    "trimtab_exchange_arrivals": (_LONG, [_POINTER, _INT] + [_LONG] * 5 + [_POINTER] * 4),
     "trimtab_gather_rows": (None, [_POINTER, _LONG, _LONG, _POINTER]),
     "trimtab_scatter_rows": (None, [_POINTER, _LONG, _LONG, _POINTER]),
 }
@@ -163,7 +171,7 @@ class ExchangeAbortedError(RuntimeError):
 
 
 class Arrivals(NamedTuple):
-    """Pairs of all ranks that chose this rank's slots, in the order (rank, token, k).
+    """Pairs that chose this rank's slots, in the order (rank, token, k).
 
     Addresses are of rows in the senders' outboxes and of fp32 rows in the inboxes of those who wait for them.
     """
@@ -176,6 +184,7 @@ class Arrivals(NamedTuple):
 
 class NativeExchange:
     """One rank's end of a segment. For each layer: `send`, wait SENT, `arrivals`, `answer`, wait ANSWERED, `inbox`.
+    Where no other rank reads this one's inbox, `arrivals` of the OWN tokens may come at any time before that.
 
     Called on: one thread. Other ranks are other processes, or other threads with their own end of the same memory.
     Every call holds no GIL. `memory` must outlive this object.
@@ -240,11 +249,12 @@ class NativeExchange:
             raise ExchangeAbortedError(f"the exchange between ranks was aborted by {aborted_by(self.memory)}")
         return None if status == _Status.OK else int(self._missing.value)
 
-    def arrivals(self, slots: range, top_k: int, hidden_size: int) -> Arrivals:
-        """The pairs that chose `slots`. All ranks send rows of `hidden_size` and `top_k` slot ids each."""
+    def arrivals(self, senders: Senders, first_slot: int, slots: range, top_k: int, hidden_size: int) -> Arrivals:
+        """The pairs that chose `slots`, counted from this rank's `first_slot`: valid until the next call. All ranks
+        send rows of `hidden_size` and `top_k` slot ids each."""
         count = self._functions.exchange_arrivals(
-            self._self, slots.start, len(slots), top_k, hidden_size, ctypes.addressof(self._scalar),
-            *self._addresses,
+            self._self, senders, first_slot, slots.start, slots.stop, top_k, hidden_size,
+            ctypes.addressof(self._scalar), *self._addresses,
         )  # fmt: skip
         if count < 0:
             raise RuntimeError("ranks sent hidden states of different dtypes")

@@ -21,7 +21,7 @@ from trimtab.kernels.native.build import CORE_PATH
 logger = logging.getLogger(__name__)
 
 LEVEL_VARIABLE = "TRIMTAB_NATIVE"
-_VERSION = 2
+_VERSION = 3
 _MESSAGE_BYTES = 512
 
 

@@ -26,7 +26,7 @@ struct TrimtabMoeLayer {
   float limit;
 };
 
-TRIMTAB_API int trimtab_version() { return 2; }
+TRIMTAB_API int trimtab_version() { return 3; }
 
 TRIMTAB_API int trimtab_cpu_supports(int level, int format) {
   return cpu_supports(static_cast<Level>(level), static_cast<WeightFormat>(format));

@@ -4,7 +4,8 @@
 // inbox where the ranks that run its tokens' experts leave fp32 outputs, one row per (token, k). A MoE layer is:
 //   1. send: a rank fills its outbox and publishes `sent`.
 //   2. arrivals, once all have sent: a rank finds the pairs that chose its slots; it reads rows from the outboxes and
-//      writes outputs to the inboxes, then publishes `answered`.
+//      writes outputs to the inboxes, then publishes `answered`. If no other rank reads its inbox, a rank may take its
+//      own tokens' pairs before all have sent, and after it has answered.
 //   3. once all have answered, a rank sums what lies in its inbox, and may send again.
 // Nothing is held twice: an outbox is rewritten only after all have answered, an inbox only after all have sent again.
 //
@@ -33,6 +34,7 @@ static_assert(Sequence::is_always_lock_free, "flags are shared between processes
 
 enum Status : int { kOk = 0, kPending = 1, kAborted = 2, kTooMany = 3, kNotASegment = 4, kSlotOutOfRange = 5 };
 enum Phase : int { kSent = 0, kAnswered = 1 };
+enum Senders : int { kAll = 0, kOwn = 1, kOthers = 2 };
 
 struct Header {
   uint64_t magic;
@@ -206,15 +208,17 @@ TRIMTAB_API int trimtab_exchange_wait(const TrimtabExchange* exchange, int phase
   }
 }
 
-// The pairs of all ranks, in (rank, token, k) order, whose slots are [first_slot, first_slot + num_slots): their slot
-// counted from first_slot, where their row lies and where their output goes. Returns their number; `scalar` is what
-// their rows' values are (unchanged without pairs). -1 when senders disagree about that.
-TRIMTAB_API int64_t trimtab_exchange_arrivals(const TrimtabExchange* exchange, int64_t first_slot, int64_t num_slots,
-                                              int64_t top_k, int64_t hidden_size, int64_t* scalar, int64_t* slot_ids,
-                                              const void** row_addresses, float** output_addresses) {
+// The pairs of `senders`, in (rank, token, k) order, whose slots, counted from first_slot, are [from, to): these slots,
+// where their row lies and where their output goes. Returns their number; `scalar` is what their rows' values are
+// (unchanged without pairs). -1 when senders disagree about that.
+TRIMTAB_API int64_t trimtab_exchange_arrivals(const TrimtabExchange* exchange, int senders, int64_t first_slot,
+                                              int64_t from, int64_t to, int64_t top_k, int64_t hidden_size,
+                                              int64_t* scalar, int64_t* slot_ids, const void** row_addresses,
+                                              float** output_addresses) {
   const Segment segment(exchange->segment);
   int64_t count = 0;
   for (int64_t rank = 0; rank < segment.num_ranks; ++rank) {
+    if (senders != kAll && (senders == kOwn) != (rank == exchange->rank)) continue;
     const Flags& flags = segment.flags(rank);
     const int64_t* chosen = segment.slot_ids(rank);
     const char* rows = segment.rows(rank);
@@ -224,7 +228,7 @@ TRIMTAB_API int64_t trimtab_exchange_arrivals(const TrimtabExchange* exchange, i
       for (int64_t k = 0; k < top_k; ++k) {
         const int64_t pair = token * top_k + k;
         const int64_t slot = chosen[pair] - first_slot;
-        if (slot < 0 || slot >= num_slots) continue;
+        if (slot < from || slot >= to) continue;
         slot_ids[count] = slot;
         row_addresses[count] = rows + token * flags.row_bytes;
         output_addresses[count] = inbox + pair * hidden_size;
