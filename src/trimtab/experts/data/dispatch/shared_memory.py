@@ -41,25 +41,19 @@ def _own_around_others(num_slots: int) -> _Order:
 
 class SharedMemoryDispatcher:
     """A token's row is written once, where every rank can read it; outputs are written where their token's rank sums
-    them. `timeout_s` is how long a rank waits for the others in one layer. From `many_pairs_per_slot` own pairs on, a
-    rank that shares its tokens with none computes them around those of the others."""
+    them. `timeout_s` is how long a rank waits for the others in one layer. With many tokens, a rank that shares them
+    with none computes them around those of the others."""
 
     name = "shared_memory"
 
-    def __init__(
-        self,
-        exchange: NativeExchange,
-        place: RankPlace,
-        timeout_s: float,
-        many_pairs_per_slot: float = MANY_PAIRS_PER_SLOT,
-    ) -> None:
+    def __init__(self, exchange: NativeExchange, place: RankPlace, timeout_s: float) -> None:
         assert exchange.rank == place.rank and exchange.sizes.num_ranks == place.num_ranks
         self.place = place
         self.times = DispatchTimes()
         self.log: CollectiveLog = NoCollectiveLog()
         self._exchange = exchange
         self._timeout_s = timeout_s
-        self._many_pairs_per_slot = many_pairs_per_slot
+        self._many_pairs_per_slot = MANY_PAIRS_PER_SLOT
         self._order_of_many = _own_around_others if place.num_sharing == 1 else _all_at_once
 
     def run_experts(self, kernel: ExpertKernel, hidden: Tensor, slot_ids: Tensor, gate_weights: Tensor) -> Tensor:

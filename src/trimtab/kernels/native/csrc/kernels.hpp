@@ -3,8 +3,8 @@
 //
 // MoE, inside one OpenMP region: prepare hidden rows | gate/up + activation | (int8: quantise inner rows) | per group
 // of down panels: down, then combine its columns per token in k order. The groups bound the fp32 partial outputs.
-// Work is handed out by an atomic counter: a thread that loses its core to another process holds up one claim, not its
-// fixed share. Which thread computes what never changes a result.
+// Work is handed out by an atomic counter: a thread that loses its core to another process holds up two claims at
+// most, not its fixed share. Which thread computes what never changes a result.
 #pragma once
 
 #include <omp.h>
