@@ -89,19 +89,22 @@ def header(row: int) -> Header:
     return Header(5, 2, row, 3, LARGE_NBYTES)
 
 
-def send_all(end: Communicator) -> None:
+def send_and_leave(end: Communicator, left: threading.Event) -> None:
     """Rank 0's whole transaction, and its end."""
-    end.begin(5, threading.Event())
-    end.open_layer(2, [])
-    for row in range(3):
+    try:
+        end.begin(5, threading.Event())
+        end.open_layer(2, [])
+        for row in range(3):
 
-        def export(out: Tensor, row: int = row) -> int:
-            out.copy_(SENT[row])
-            return row
+            def export(out: Tensor, row: int = row) -> int:
+                out.copy_(SENT[row])
+                return row
 
-        end.send(1, row, header(row), export)
-    end.end(is_aborted=False)
-    end.close()
+            end.send(1, row, header(row), export)
+        end.end(is_aborted=False)
+        end.close()
+    finally:
+        left.set()
 
 
 @contextmanager
@@ -124,12 +127,6 @@ def test_b10_a_sender_that_leaves_after_its_last_send_has_given_all_of_it(commun
     """B10: sends are waited for before a rank ends its transaction and closes; the receiver looks only then."""
     left = threading.Event()
 
-    def send(end: Communicator) -> None:
-        try:
-            send_all(end)
-        finally:
-            left.set()
-
     def receive(end: Communicator) -> None:
         end.begin(5, threading.Event())
         end.open_layer(2, ARRIVALS)
@@ -140,7 +137,7 @@ def test_b10_a_sender_that_leaves_after_its_last_send_has_given_all_of_it(commun
         end.end(is_aborted=False)
 
     with two_ends(communicator, tmp_path) as ends:
-        run_ranks(2, lambda rank: (send, receive)[rank](ends[rank]))
+        run_ranks(2, lambda rank: receive(ends[1]) if rank else send_and_leave(ends[0], left))
 
 
 def test_b10_a_sender_that_waited_for_no_send_is_an_error_of_its_receiver(
@@ -159,12 +156,6 @@ def test_b10_a_sender_that_waited_for_no_send_is_an_error_of_its_receiver(
 
     monkeypatch.setattr(GlooTransport, "post_send", lambda *arguments: Forgotten(post_send(*arguments)))
 
-    def send(end: Communicator) -> None:
-        try:
-            send_all(end)
-        finally:
-            left.set()
-
     def receive(end: Communicator) -> None:
         end.begin(5, threading.Event())
         left.wait()
@@ -173,4 +164,4 @@ def test_b10_a_sender_that_waited_for_no_send_is_an_error_of_its_receiver(
             end.receive(0, 0)
 
     with two_ends("torch_gloo", tmp_path) as ends:
-        run_ranks(2, lambda rank: (send, receive)[rank](ends[rank]))
+        run_ranks(2, lambda rank: receive(ends[1]) if rank else send_and_leave(ends[0], left))
